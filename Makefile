@@ -1,0 +1,57 @@
+# Every target starts from nothing but python3 and pip: the first call makes .venv, later calls start at once.
+# A stamp file named after the hash of pyproject.toml and constraints.txt says what is installed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PINS := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+CORE := $(VENV)/.core-$(PINS)
+DEV := $(VENV)/.dev-$(PINS)
+
+.PHONY: help install install-dev demo test test-unit test-ray test-slow lint format bench clean
+
+help:  ## say what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(CORE)  ## make .venv with what training needs
+install-dev: $(DEV)  ## add Ray and the tools that tests and lint need
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(CORE): | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	@rm -f $(VENV)/.core-* && touch $@
+
+$(DEV): $(CORE)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[ray,lora,data,dev]'
+	@rm -f $(VENV)/.dev-* && touch $@
+
+demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute
+	$(BIN)/python examples/grpo_minimal.py
+
+test: test-unit test-ray  ## all tests of the README's promise
+
+test-unit: $(DEV)  ## everything that needs no Ray
+	$(BIN)/python -m pytest -m 'not ray and not slow'
+
+test-ray: $(DEV)  ## the same clusters on a real Ray
+	$(BIN)/python -m pytest -m 'ray and not slow'
+
+test-slow: $(DEV)  ## the long grids
+	$(BIN)/python -m pytest -m slow
+
+lint: $(DEV)  ## style, imports and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --summary=none
+
+format: $(DEV)  ## rewrite files in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV)  ## print the tables of benchmarks/
+	$(BIN)/python benchmarks/protocol.py
+	$(BIN)/python benchmarks/algorithms.py
+
+clean:  ## remove what make made
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis output

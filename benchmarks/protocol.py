@@ -1,0 +1,108 @@
+"""What it costs to cut, join and send a batch. Prints one table; exits with 1 if a promised limit is not kept.
+
+    python benchmarks/protocol.py
+
+The batch is 512 rows of 8,192 tokens in five int64 columns (160 MiB). A time is the best of several runs that take
+turns with their baseline, so that a busy machine slows down both.
+"""
+
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from roll.distributed.scheduler.protocol import DataProto
+
+ROWS, TOKENS, COLUMNS = 512, 8192, 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `limit` bounds `value`, which is a ratio to the baseline unless `unit` says otherwise."""
+
+    name: str
+    value: float
+    limit: float | None
+    detail: str  # what was measured against what
+    unit: str = "x"
+
+
+def make_batch() -> DataProto:
+    generator = torch.Generator().manual_seed(0)
+    return DataProto.from_dict(
+        {f"column{i}": torch.randint(0, 1 << 40, (ROWS, TOKENS), generator=generator) for i in range(COLUMNS)}
+    )
+
+
+def best_of(runs: int, *functions: Callable[[], object]) -> list[float]:
+    """The shortest time of each function in seconds; they take turns."""
+    times = [[] for _ in functions]
+    for _ in range(runs):
+        for function, durations in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            result = function()
+            durations.append(time.perf_counter() - start)
+            del result  # freeing is not part of it
+    return [min(durations) for durations in times]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def chunk_and_concat() -> list[Row]:
+    """Against the faster of torch's and numpy's plain copy of the same bytes."""
+    batch = make_batch()
+    tensors = [batch.batch[key] for key in batch.batch.keys()]
+    rows = []
+    for pieces, limit in ((2, 3.0), (8, 3.0), (256, 3.0)):
+        cost, torch_copy, numpy_copy = best_of(
+            7,
+            lambda pieces=pieces: DataProto.concat(batch.chunk(pieces)),
+            lambda: [tensor.clone() for tensor in tensors],
+            lambda: [tensor.numpy().copy() for tensor in tensors],
+        )
+        copy = min(torch_copy, numpy_copy)
+        detail = f"{milliseconds(cost)} / plain copy {milliseconds(copy)} (torch {milliseconds(torch_copy)})"
+        rows.append(Row(f"chunk({pieces}) + concat", cost / copy, limit, detail))
+    return rows
+
+
+def pickle_round_trip() -> list[Row]:
+    """As Ray does it: buffers out of band, copied once into shared memory, read back from read-only memory."""
+    batch = make_batch()
+    arrays = [batch.batch[key].numpy() for key in batch.batch.keys()]
+
+    def round_trip(value: object) -> object:
+        buffers: list[pickle.PickleBuffer] = []
+        stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        shared = [np.frombuffer(buffer.raw(), dtype=np.uint8).copy() for buffer in buffers]
+        for block in shared:
+            block.flags.writeable = False
+        return pickle.loads(stream, buffers=shared)
+
+    cost, bare = best_of(5, lambda: round_trip(batch), lambda: round_trip(arrays))
+    detail = f"{milliseconds(cost)}, tensors writable / bare numpy arrays {milliseconds(bare)}, read-only"
+    return [Row("pickle round trip", cost / bare, None, detail)]
+
+
+BENCHMARKS: list[Callable[[], list[Row]]] = [chunk_and_concat, pickle_round_trip]
+
+
+def main() -> int:
+    rows = [row for benchmark in BENCHMARKS for row in benchmark()]
+    width = max(len(row.name) for row in rows)
+    print(f"{'measured':<{width}}  {'value':>9}  {'limit':>9}        how")
+    for row in rows:
+        limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
+        verdict = "" if row.limit is None else ("ok" if row.value <= row.limit else "MISSED")
+        print(f"{row.name:<{width}}  {f'{row.value:.2f} {row.unit}':>9}  {limit:>9}  {verdict:<6}{row.detail}")
+    return int(any(row.limit is not None and row.value > row.limit for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

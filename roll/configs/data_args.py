@@ -1,0 +1,78 @@
+"""Which data a role reads, and which columns of it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import model_validator
+
+from roll.configs.config_model import AtLeastOne, ConfigModel, NonNegative
+from roll.configs.problems import ConfigProblems, wrong
+
+
+class DataArguments(ConfigModel):
+    """Files, columns and chat template of a role's data."""
+
+    ignored_keys: ClassVar[frozenset[str]] = frozenset({"dataset_dir", "interleave_probs", "dataset_name"})
+
+    template: str | None = "native"
+    """Chat template that renders conversations; `native` is the one that comes with the tokenizer."""
+
+    domain_interleave_probs: dict[str, NonNegative] | None = None
+    """Share of each domain in a batch of prompts; the shares add up to 1."""
+
+    preprocessing_num_workers: AtLeastOne | None = None
+    """Processes that tokenize the data; null tokenizes in this process."""
+
+    cache_path: str | None = None
+    """Folder that keeps tokenized data between runs."""
+
+    file_name: str | list[str] | None = None
+    """File or files to read."""
+
+    eval_file_name: str | None = None
+    """File to evaluate on."""
+
+    dataset_type: str | list[str] | None = "json"
+    """Format of the files, or one format per file."""
+
+    tag: str | None = "tag"
+    """Column that says which kind of task a row is; it selects the reward."""
+
+    id: str | None = "id"
+    """Column that identifies a row."""
+
+    prompt: str | None = None
+    """Column that holds the prompt as plain text; `prompt` and `messages` exclude each other."""
+
+    response: str | None = "solution"
+    """Column that holds the expected answer."""
+
+    messages: str | None = None
+    """Column that holds the prompt as a list of chat messages; `prompt` and `messages` exclude each other."""
+
+    custom_data_kwargs_func: str | None = None
+    """Dotted path of a function that turns a row into extra arguments of the chat template."""
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> DataArguments:
+        problems = []
+        if self.prompt is not None and self.messages is not None:
+            problems.append(
+                wrong("messages", self.messages, f'null, because prompt is "{self.prompt}"', "keep one of them")
+            )
+        shares = self.domain_interleave_probs
+        if shares and abs(sum(shares.values()) - 1) > 1e-6:
+            problems.append(
+                wrong("domain_interleave_probs", shares, f"shares that add up to 1, not {sum(shares.values()):g}")
+            )
+        if problems:
+            raise ConfigProblems(problems)
+        return self
+
+    @property
+    def files(self) -> list[str]:
+        """`file_name` as a list, whichever way it was written."""
+        if self.file_name is None:
+            return []
+        return [self.file_name] if isinstance(self.file_name, str) else list(self.file_name)

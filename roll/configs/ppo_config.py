@@ -1,0 +1,303 @@
+"""What the two pipelines that learn from rewards share: roles, rewards, advantages and losses."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from roll.configs.batch_plan import BatchPlan
+from roll.configs.config_model import UNUSED_IN_ROLL, AtLeastOne, AtLeastZero, Fraction, NonNegative, Number, Positive
+from roll.configs.generating_args import GeneratingArguments
+from roll.configs.option_groups import TrainInferCorrectionConfig
+from roll.configs.pipeline_config import BaseConfig
+from roll.configs.problems import Problem, wrong
+from roll.configs.worker_config import (
+    GENERATE_STRATEGIES,
+    INFER_STRATEGIES,
+    TRAIN_STRATEGIES,
+    WorkerConfig,
+    is_actor_infer_overlapping_with_any_cluster,
+)
+
+ASYNC_CONCURRENCY = 1000  # Ray's own default for workers with async methods
+
+
+class PPOConfig(BaseConfig):
+    """A pipeline that generates, scores and learns from the scores: roles, rewards, advantages and losses."""
+
+    ignored_keys: ClassVar[frozenset[str]] = BaseConfig.ignored_keys | {"reward_norm", "reward_shift", "reward_scale"}
+
+    # roles
+
+    pretrain: str | None = None
+    """Model of every role that names none."""
+
+    reward_pretrain: str | None = None
+    """Model of the critic, if it names none; `pretrain` if left out."""
+
+    actor_train: WorkerConfig = Field(default_factory=WorkerConfig)
+    """Trains the policy."""
+
+    actor_infer: WorkerConfig = Field(default_factory=WorkerConfig)
+    """Generates with the policy."""
+
+    critic: WorkerConfig = Field(default_factory=WorkerConfig)
+    """Trains the value model; started for `adv_estimator: gae`."""
+
+    reference: WorkerConfig = Field(default_factory=WorkerConfig)
+    """The policy before training."""
+
+    reward: WorkerConfig | None = Field(default_factory=WorkerConfig)
+    """A reward model."""
+
+    async_generation_ratio: NonNegative = 0
+    """Batches that generation may run ahead of training; 0 takes turns."""
+
+    # optimisation
+
+    ppo_epochs: AtLeastOne = 1
+    """Passes of the policy over a batch."""
+
+    max_grad_norm: Positive = 1.0
+    """Largest gradient norm; larger gradients are scaled down."""
+
+    l2: Annotated[Number, UNUSED_IN_ROLL] = 0.0
+    """L2 penalty."""
+
+    critic_warmup: AtLeastZero = 0
+    """Pipeline steps in which only the critic is trained."""
+
+    # policy loss
+
+    pg_clip: Annotated[Number, Field(ge=0, lt=1)] | None = 0.2
+    """The probability ratio is clipped to 1 - pg_clip and 1 + pg_clip."""
+
+    use_pg_clip_range: bool = False
+    """Clip to 1 - pg_clip_low and 1 + pg_clip_high instead."""
+
+    pg_clip_low: Annotated[Number, Field(ge=0, lt=1)] = 0.2
+    """Lower side of the clip."""
+
+    pg_clip_high: NonNegative = 0.2
+    """Upper side of the clip."""
+
+    dual_clip_loss: bool = False
+    """Bound the loss of tokens with a negative advantage."""
+
+    dual_clip_c: Annotated[Number, Field(gt=1)] | None = None
+    """That bound, as a multiple of the advantage; null is 1 + 2 * pg_clip."""
+
+    use_kl_loss: bool = False
+    """Add the KL divergence from the reference to the loss."""
+
+    kl_loss_coef: NonNegative = 0
+    """Weight of that divergence."""
+
+    entropy_loss_coef: NonNegative = 0
+    """Weight of the entropy bonus."""
+
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "seq-mean-token-mean"
+    )
+    """How token losses become one number; all counts are those of the whole optimizer step."""
+
+    loss_norm_factor: Positive | None = None
+    """The constant of `seq-mean-token-sum-norm`; null is the padded length."""
+
+    value_clip: NonNegative | None = None
+    """Largest change of a value that the critic's loss rewards; null does not clip."""
+
+    # KL penalty in the reward
+
+    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "full"] = "kl"
+    """Estimator of the divergence from the reference."""
+
+    target_kl: Positive | None = None
+    """Divergence that an adaptive penalty aims at; null keeps the penalty fixed."""
+
+    init_kl_coef: NonNegative = 0.2
+    """Weight of the penalty at the start; above 0 a reference is started."""
+
+    kl_horizon: AtLeastOne = 10000
+    """Samples over which an adaptive penalty reacts."""
+
+    add_token_level_kl: bool = False
+    """Subtract the penalty from the reward of each token."""
+
+    # rewards and advantages
+
+    use_reward_scaling: Annotated[bool, UNUSED_IN_ROLL] = False
+    """Scale rewards."""
+
+    add_len_reward: Annotated[bool, UNUSED_IN_ROLL] = False
+    """Reward length."""
+
+    use_reward_norm: Annotated[bool, UNUSED_IN_ROLL] = False
+    """Normalise rewards."""
+
+    reward_clip: NonNegative | None = None
+    """Rewards are clipped to plus and minus this; null or 0 does not clip."""
+
+    whiten_rewards: bool = False
+    """Whiten the token rewards of a batch."""
+
+    whiten_advantages: bool = False
+    """Whiten the advantages of a batch."""
+
+    advantage_clip: Positive | None = None
+    """Advantages are clipped to plus and minus this; null does not clip."""
+
+    adv_estimator: Literal[
+        "gae",
+        "reinforce",
+        "grpo",
+        "gigpo",
+        "step_reinforce",
+        "agentic_reinforce",
+        "rloo",
+        "dr_grpo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "gae"
+    """How rewards become advantages."""
+
+    lambd: Fraction = 0.95
+    """Lambda of generalised advantage estimation."""
+
+    gamma: Fraction = 1
+    """Discount per token."""
+
+    norm_mean_type: Literal["batch", "group", "running"] | None = None
+    """Over what the mean is taken that is subtracted from rewards; null subtracts none."""
+
+    norm_std_type: Literal["batch", "group", "running"] | None = None
+    """Over what the standard deviation is taken that rewards are divided by; null divides by none."""
+
+    # reference and old log-probabilities
+
+    enable_reference: bool = False
+    """Compute log-probabilities under the reference; on whenever `use_kl_loss` or `init_kl_coef` needs them."""
+
+    enable_old_logprobs_recompute: bool = False
+    """Compute the policy's log-probabilities before training; on whenever a batch takes several optimizer steps."""
+
+    force_disable_old_logprobs_recompute: bool = False
+    """Never compute them."""
+
+    train_infer_correction: TrainInferCorrectionConfig = Field(default_factory=TrainInferCorrectionConfig)
+    """What is done about the difference between sampling and training."""
+
+    default_worker_cls: ClassVar[dict[str, str]] = {
+        "actor_train": "roll.pipeline.base_worker.ActorWorker",
+        "actor_infer": "roll.pipeline.base_worker.InferWorker",
+        "reference": "roll.pipeline.base_worker.ActorWorker",
+        "critic": "roll.pipeline.base_worker.CriticWorker",
+    }
+
+    def _settle_roles(self) -> None:
+        super()._settle_roles()
+        for name, worker_cls in self.default_worker_cls.items():
+            role = self.all_roles()[name]
+            model = (self.reward_pretrain or self.pretrain) if name == "critic" else self.pretrain
+            path = role.model_args.model_name_or_path or model
+            self._change_role(
+                name,
+                worker_cls=role.worker_cls or worker_cls,
+                model_args=role.model_args.model_copy(update={"model_name_or_path": path}),
+            )
+        infer = self.actor_infer
+        sampling = (infer.generating_args or GeneratingArguments()).model_copy(
+            update={"num_return_sequences": self.samples_per_prompt}
+        )
+        concurrency = max(infer.max_concurrency, self.max_running_requests + 1, ASYNC_CONCURRENCY)
+        self._change_role("actor_infer", generating_args=sampling, max_concurrency=concurrency)
+        self.settle(
+            enable_reference=self.enable_reference or self.use_kl_loss or self.init_kl_coef > 0,
+            enable_old_logprobs_recompute=self._needs_old_logprobs(),
+        )
+
+    def _needs_old_logprobs(self) -> bool:
+        if self.force_disable_old_logprobs_recompute:
+            return False
+        rows_per_rank = self.rollout_batch_size * self.samples_per_prompt // self.actor_train.dp_size
+        several_steps = rows_per_rank // self.actor_train.rows_per_optimizer_step > 1
+        needed = self.adv_estimator in ("step_reinforce", "gigpo") or several_steps or self.init_kl_coef > 0
+        return needed or self.enable_old_logprobs_recompute
+
+    def _problems(self) -> list[Problem]:
+        problems = super()._problems()
+        if self.async_pipeline and self.generate_opt_level != 1:
+            expected = "1, because async_generation_ratio is above 0"
+            problems.append(wrong("generate_opt_level", self.generate_opt_level, expected))
+        if self.pg_clip is None and not self.use_pg_clip_range:
+            problems.append(wrong("pg_clip", None, "a number, because use_pg_clip_range is off"))
+        if self.critic_warmup >= self.max_steps:
+            expected = f"less than max_steps = {self.max_steps}, or the policy is never trained"
+            problems.append(wrong("critic_warmup", self.critic_warmup, expected))
+        if self.loss_norm_factor is not None and self.loss_agg_mode != "seq-mean-token-sum-norm":
+            expected = f"null, because loss_agg_mode {self.loss_agg_mode} does not use it"
+            problems.append(wrong("loss_norm_factor", self.loss_norm_factor, expected))
+        return problems
+
+    def all_roles(self) -> dict[str, WorkerConfig]:
+        roles = {"actor_train": self.actor_train, "actor_infer": self.actor_infer}
+        roles |= {"reference": self.reference, "critic": self.critic}
+        return roles if self.reward is None else {**roles, "reward": self.reward}
+
+    def active_roles(self) -> dict[str, WorkerConfig]:
+        """Without a reference that is not needed or is the policy without its adapter, and without an unused critic."""
+        unused = set()
+        if not self.enable_reference or self.actor_train.model_args.is_lora:
+            unused.add("reference")
+        if self.adv_estimator != "gae":
+            unused.add("critic")
+        return {name: role for name, role in self.all_roles().items() if name not in unused}
+
+    def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
+        return {
+            "actor_train": TRAIN_STRATEGIES,
+            "actor_infer": GENERATE_STRATEGIES,
+            "reference": INFER_STRATEGIES,
+            "critic": TRAIN_STRATEGIES,
+        }
+
+    def batch_plans(self) -> dict[str, BatchPlan]:
+        plans: dict[str, BatchPlan] = {}
+        for name, epochs, idle in (("actor_train", self.ppo_epochs, self.critic_warmup), ("critic", 1, 0)):
+            role = self.active_roles().get(name)
+            if role is not None and role.holds_model:
+                plans[name] = BatchPlan(
+                    role=role,
+                    prompts=self.rollout_batch_size,
+                    samples_per_prompt=self.samples_per_prompt,
+                    sequence_length=self.sequence_length,
+                    steps=self.max_steps - idle,
+                    epochs=epochs,
+                    is_lower_bound=self.rows_are_turns,
+                )
+        return plans
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return 1
+
+    @property
+    def rows_are_turns(self) -> bool:
+        """Whether a trajectory becomes one row per turn, so that their number is known only after generation."""
+        return False
+
+    @property
+    def async_pipeline(self) -> bool:
+        return self.async_generation_ratio > 0
+
+    @property
+    def reference_configs(self) -> dict[str, WorkerConfig]:
+        return {"default": self.reference}
+
+    @property
+    def is_actor_infer_colocated(self) -> bool:
+        """Whether `actor_infer` shares GPUs with training, reference or critic."""
+        return is_actor_infer_overlapping_with_any_cluster(
+            self.actor_infer, actor_train=self.actor_train, reference=self.reference, critic=self.critic
+        )

@@ -1,0 +1,121 @@
+"""What `roll check` says about a config: its batch arithmetic as rows of a table, and remarks on what may surprise."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from roll.configs.batch_plan import BatchPlan
+from roll.configs.config_model import plain_values
+from roll.configs.loader import LoadedConfig
+from roll.configs.pipeline_config import BaseConfig
+
+GROUP_ESTIMATORS = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
+_UNITS = {"dpo": "pairs", "rlvr": "prompts", "agentic": "trajectories"}
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """A checked config, ready to be printed."""
+
+    loaded: LoadedConfig
+    pipeline: str
+    roles: list[str]
+    """Trained roles: the columns of the table."""
+
+    rows: list[tuple[str, list[str]]]
+    """Label and one cell per role."""
+
+    remarks: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for a program, with the resolved config."""
+        config = self.loaded.config
+        return {
+            "path": str(self.loaded.path),
+            "pipeline": self.pipeline,
+            "backend": config.execution_backend,
+            "plans": {name: _numbers(plan) for name, plan in config.batch_plans().items()},
+            "ignored": list(self.loaded.ignored),
+            "replaced": [asdict(item) for item in self.loaded.replaced],
+            "remarks": self.remarks,
+            "config": plain_values(config),
+        }
+
+
+def check_report(loaded: LoadedConfig) -> CheckReport:
+    """The report on a loaded config."""
+    config = loaded.config
+    pipeline = str(getattr(config, "pipeline"))  # noqa: B009, every pipeline's config has it, BaseConfig has not
+    plans = config.batch_plans()
+    cells = [_cells(plan, _UNITS[pipeline]) for plan in plans.values()]
+    labels = list(cells[0]) if cells else []
+    rows = [(label, [column[label] for column in cells]) for label in labels]
+    return CheckReport(loaded, pipeline, list(plans), rows, _remarks(config))
+
+
+def _numbers(plan: BatchPlan) -> dict[str, Any]:
+    first, middle, last = plan.learning_rates()
+    return {
+        "prompts": plan.prompts,
+        "samples_per_prompt": plan.samples_per_prompt,
+        "rows": plan.rows,
+        "ranks": plan.ranks,
+        "rows_per_rank": plan.rows_per_rank,
+        "rows_per_micro_batch": plan.rows_per_micro_batch,
+        "micro_batches_per_optimizer_step": plan.micro_batches_per_optimizer_step,
+        "optimizer_steps_per_batch": plan.optimizer_steps_per_batch,
+        "total_optimizer_steps": plan.total_optimizer_steps,
+        "tokens_per_step": plan.tokens_per_step,
+        "learning_rates": {"first": first, "middle": middle, "last": last},
+        "is_lower_bound": plan.is_lower_bound,
+    }
+
+
+def _cells(plan: BatchPlan, unit: str) -> dict[str, str]:
+    numbers = _numbers(plan)
+    at_least = "at least " if plan.is_lower_bound else ""
+    cells = {f"{unit} per step": f"{plan.prompts:,}"}
+    if unit == "prompts":
+        cells["samples per prompt"] = f"{plan.samples_per_prompt:,}"
+    cells |= {
+        "rows per step": f"{at_least}{plan.rows:,}",
+        "ranks (data parallel)": f"{plan.ranks:,}",
+        "rows per rank": f"{at_least}{plan.rows_per_rank:,}",
+    }
+    if plan.role.use_dynamic_batching_in_train:
+        cells["micro-batches"] = f"of up to {plan.role.max_tokens_per_microbatch_in_train:,} tokens"
+    else:
+        cells["rows per micro-batch"] = f"{plan.rows_per_micro_batch:,}"
+        cells["micro-batches per optimizer step"] = f"{plan.micro_batches_per_optimizer_step:,}"
+    cells |= {
+        "optimizer steps per batch": f"{at_least}{plan.optimizer_steps_per_batch:,}",
+        "optimizer steps in all": f"{at_least}{plan.total_optimizer_steps:,}",
+        "tokens per step, at most": "unknown" if plan.is_lower_bound else f"{plan.tokens_per_step:,}",
+    }
+    return cells | {f"learning rate, {when} step": f"{rate:.3g}" for when, rate in numbers["learning_rates"].items()}
+
+
+def _remarks(config: BaseConfig) -> list[str]:
+    remarks = []
+    for name, plan in config.batch_plans().items():
+        args, total = plan.role.training_args, plan.total_optimizer_steps
+        if args.lr_scheduler_type == "constant" and (args.warmup_steps or args.warmup_ratio):
+            remarks.append(f"{name}: the constant schedule has no warm-up; constant_with_warmup has one")
+        elif args.get_warmup_steps(total) >= total:
+            remarks.append(f"{name}: the warm-up takes {args.get_warmup_steps(total)} of {total} optimizer steps")
+        if plan.is_lower_bound:
+            remarks.append(f"{name}: every turn is a row, so a batch has at least as many rows as trajectories")
+    active = config.active_roles()
+    for name, role in config.all_roles().items():
+        if role.holds_model and name not in active:
+            remarks.append(f"{name} has a strategy and is not started, because nothing needs it")
+        limit = role.strategy_config.get("max_model_len") if role.strategy_name == "vllm" else None
+        if isinstance(limit, int) and limit < config.sequence_length:
+            remarks.append(
+                f"{name}: max_model_len {limit} cuts sequences short of sequence_length {config.sequence_length}"
+            )
+    estimator = getattr(config, "adv_estimator", None)
+    if estimator in GROUP_ESTIMATORS and getattr(config, "num_return_sequences_in_group", 2) == 1:
+        remarks.append(f"{estimator} compares the samples of a prompt, and there is one: every advantage will be 0")
+    return remarks

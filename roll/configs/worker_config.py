@@ -1,0 +1,357 @@
+"""One role of a pipeline: its workers, their devices, and what each of them holds."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_serializer, field_validator, model_validator
+
+from roll.configs.config_model import (
+    LATE,
+    UNUSED_IN_ROLL,
+    AtLeastOne,
+    AtLeastZero,
+    ConfigModel,
+    Fraction,
+    Late,
+    NoEffect,
+    NonNegative,
+)
+from roll.configs.data_args import DataArguments
+from roll.configs.device_mapping import parse_device_mapping
+from roll.configs.generating_args import GeneratingArguments
+from roll.configs.model_args import ModelArguments
+from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, show, wrong
+from roll.configs.training_args import TrainingArguments
+from roll.configs.unsupported import UNSUPPORTED_STRATEGIES
+
+TRAIN_STRATEGIES = ("hf_train", "fsdp2_train", "deepspeed_train")
+INFER_STRATEGIES = ("hf_infer", "fsdp2_infer", "deepspeed_infer")
+GENERATE_STRATEGIES = ("hf_infer", "vllm")
+STRATEGIES = (*TRAIN_STRATEGIES, *INFER_STRATEGIES, "vllm")
+
+_MEGATRON = NoEffect("it is for Megatron")
+_DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+class StrategyArguments(ConfigModel):
+    """Which library runs a role's model, and its own options."""
+
+    strategy_name: str = "fsdp2_train"
+    """hf_train, fsdp2_train or deepspeed_train to train; hf_infer, fsdp2_infer, deepspeed_infer or vllm otherwise."""
+
+    strategy_config: dict[str, Any] = Field(default_factory=dict)
+    """Options of the strategy, such as `fsdp_size` or vLLM's engine arguments; a whole DeepSpeed config for DeepSpeed."""
+
+    @field_validator("strategy_name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name in UNSUPPORTED_STRATEGIES:
+            nearest = UNSUPPORTED_STRATEGIES[name]
+            raise ConfigProblems(
+                [Problem("", f'the strategy "{name}" is not supported; the nearest one is "{nearest}"')]
+            )
+        if name not in STRATEGIES:
+            guess = did_you_mean(name, STRATEGIES)
+            raise ConfigProblems([wrong("", name, "one of " + ", ".join(STRATEGIES), guess)])
+        return name
+
+    @field_validator("strategy_config", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+def is_megatron_key(key: str) -> bool:
+    """Whether an option of a strategy is one of Megatron's own, which no strategy here reads."""
+    return key in _MEGATRON_KEYS or key.startswith("moe_")
+
+
+_MEGATRON_KEYS = frozenset(
+    {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "context_parallel_size",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "accumulate_allreduce_grads_in_fp32",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "bias_activation_fusion",
+        "apply_rope_fusion",
+        "variable_seq_lengths",
+        "use_flash_attn",
+        "additional_configs",
+    }
+)
+
+
+class SequencePackingConfig(ConfigModel):
+    """Several sequences in one row, for the strategies that can."""
+
+    algorithm: Literal["none", "load_balance"] = "none"
+    """How sequences are distributed over rows."""
+
+    max_packed_sequence_length_forward: AtLeastOne | None = None
+    """Longest packed row without gradients."""
+
+    max_packed_sequence_length_train: AtLeastOne | None = None
+    """Longest packed row with gradients."""
+
+    min_num_micro_batches_forward: AtLeastOne = 1
+    """Fewest micro-batches without gradients."""
+
+    min_num_micro_batches_train: AtLeastOne = 1
+    """Fewest micro-batches of an optimizer step."""
+
+
+class RouterReplayConfig(ConfigModel):
+    """Replay of expert routing from generation in training; only switched off here."""
+
+    mode: Literal["disable"] = "disable"
+    """`disable` is the only mode that exists here."""
+
+
+class WorkerConfig(ConfigModel):
+    """A role. Its number of workers follows from `device_mapping`, else it is `world_size`, else one."""
+
+    ignored_keys: ClassVar[frozenset[str]] = frozenset({"use_remove_padding", "eval_steps"})
+
+    name: str | None = None
+    """Name of the role; the pipeline sets it (`actor_train`, `reference` ...)."""
+
+    worker_cls: Any = None
+    """Class of the workers, or its dotted path; each pipeline has its own default."""
+
+    pg_variant: Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"] | None = None
+    """Form of the policy loss; null is `ppo`."""
+
+    model_args: ModelArguments = Field(default_factory=ModelArguments)
+    """The model."""
+
+    training_args: TrainingArguments = Field(default_factory=TrainingArguments)
+    """Optimizer and schedule."""
+
+    data_args: DataArguments | None = None
+    """Data."""
+
+    generating_args: GeneratingArguments | None = None
+    """Sampling."""
+
+    strategy_args: StrategyArguments | None = None
+    """How the model runs; null means that the role holds no model."""
+
+    world_size: Annotated[AtLeastOne, Late] = LATE
+    """Workers of the role; with `device_mapping` it is the number of GPUs over `num_gpus_per_worker`."""
+
+    device_mapping: list[int] | None = None
+    """GPUs of the role, counted over all machines: `[0, 1]` or `list(range(0,8))`; null uses no GPU numbers."""
+
+    num_gpus_per_worker: AtLeastZero = 1
+    """GPUs of one worker: 1 for all but vLLM, where it is tensor times pipeline parallel size; 0 without GPUs."""
+
+    model_update_frequency: AtLeastOne = 1
+    """Pipeline steps between two copies of the trained weights to this role."""
+
+    infer_batch_size: AtLeastOne = 16
+    """Rows of a micro-batch without gradients; DPO counts pairs."""
+
+    backend_timeout: AtLeastOne = 30
+    """Minutes that a collective may take."""
+
+    system_envs: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the workers."""
+
+    topr_positive_weight: NonNegative = 1.0
+    """Weight of positive samples in the TOPR loss."""
+
+    topr_negative_weight: NonNegative = 1.0
+    """Weight of negative samples in the TOPR loss."""
+
+    tis_lower_bound: NonNegative = 0.0
+    """Smallest weight of the truncated importance sampling loss."""
+
+    tis_upper_bound: NonNegative = 1.0
+    """Largest weight of the truncated importance sampling loss."""
+
+    cispo_epsilon_low: Fraction = 0.1
+    """The weights of the CISPO loss are at least 1 minus this."""
+
+    cispo_epsilon_high: NonNegative = 0.1
+    """The weights of the CISPO loss are at most 1 plus this."""
+
+    cispo_use_unified_mask: bool = False
+    """Leave out the tokens that PPO would clip from the CISPO loss."""
+
+    kimi15_tau: NonNegative = 0.1
+    """Strength of the pull towards the old policy in the Kimi 1.5 loss."""
+
+    max_concurrency: AtLeastOne = 1
+    """Calls that a worker with async methods answers at the same time."""
+
+    use_dynamic_batching_in_train: bool = False
+    """Fill micro-batches up to a number of tokens instead of a number of rows."""
+
+    max_tokens_per_microbatch_in_train: AtLeastZero = 0
+    """That number of tokens, padding included."""
+
+    sequence_length_round_in_train: AtLeastOne = 4
+    """Micro-batches are padded to a multiple of this."""
+
+    use_dynamic_batching_in_infer: bool = False
+    """The same for passes without gradients."""
+
+    max_tokens_per_microbatch_in_infer: AtLeastOne | None = None
+    """That number of tokens, padding included."""
+
+    sequence_length_round_in_infer: AtLeastOne = 4
+    """Micro-batches are padded to a multiple of this."""
+
+    offload_nccl: Annotated[bool, NoEffect("communicators stay")] = False
+    """Free NCCL's buffers between steps."""
+
+    use_sequence_packing: Annotated[bool, _MEGATRON] = False
+    """Put several sequences in one row."""
+
+    sequence_packing_args: Annotated[SequencePackingConfig, _MEGATRON] = Field(default_factory=SequencePackingConfig)
+    """How sequences are packed."""
+
+    logits_in_fp32: Annotated[bool, _MEGATRON] = False
+    """Make logits float32; here log-probabilities are always computed in float32."""
+
+    router_replay: Annotated[RouterReplayConfig, _MEGATRON] = Field(default_factory=RouterReplayConfig)
+    """Replay of expert routing."""
+
+    apply_loss_scale: Annotated[bool, NoEffect("gradients are sums over global counts, so nothing is rescaled")] = True
+    """Undo the mean over micro-batches and ranks that a backend takes."""
+
+    mtp_training_mode: Annotated[Literal["disabled"], _MEGATRON] = "disabled"
+    """Multi-token prediction heads; only switched off here."""
+
+    tag_included: Annotated[list[str], UNUSED_IN_ROLL] = Field(default_factory=list)
+    """Tags of the rows that this role judges; rewards use it."""
+
+    checkpoint_config: dict[str, Any] | None = None
+    """Where checkpoints go; copied from the pipeline."""
+
+    @field_validator("device_mapping", mode="before")
+    @classmethod
+    def _parse_devices(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return parse_device_mapping(value)
+        except ValueError as error:
+            raise ConfigProblems([Problem("", f"found {show(value)}, {error}")]) from None
+
+    @field_validator("system_envs", mode="before")
+    @classmethod
+    def _numbers_as_text(cls, value: Any) -> Any:
+        # `OMP_NUM_THREADS: 2` means the text "2"; true and false have no such obvious text.
+        if not isinstance(value, dict):
+            return value
+        return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
+
+    @field_validator("worker_cls")
+    @classmethod
+    def _class_or_path(cls, value: Any) -> Any:
+        if isinstance(value, str) and not _DOTTED_PATH.fullmatch(value):
+            raise ConfigProblems([wrong("", value, "a class or its dotted path such as package.module.ClassName")])
+        if value is not None and not isinstance(value, str) and not callable(value):
+            raise ConfigProblems([wrong("", value, "a class or its dotted path such as package.module.ClassName")])
+        return value
+
+    @field_serializer("worker_cls")
+    def _path_of_class(self, value: Any) -> str | None:
+        return value if value is None or isinstance(value, str) else f"{value.__module__}.{value.__qualname__}"
+
+    @model_validator(mode="after")
+    def _settle_workers(self) -> WorkerConfig:
+        self.settle(num_gpus_per_worker=self._gpus_per_worker())
+        problems = self._device_problems() + self._batching_problems()
+        if problems:
+            raise ConfigProblems(problems)
+        if self.device_mapping is not None:
+            self.settle(world_size=len(self.device_mapping) // self.num_gpus_per_worker)
+        elif self.world_size is None:
+            self.settle(world_size=1)
+        if self.holds_model and self.world_size % self.model_args.ulysses_size:
+            low, high = nearest_multiples(self.world_size, self.model_args.ulysses_size)
+            expected = f"a multiple of ulysses_size = {self.model_args.ulysses_size}"
+            raise ConfigProblems([wrong("world_size", self.world_size, expected, f"use {low} or {high} workers")])
+        dtype = self.model_args.dtype
+        precision = {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
+        self.settle(training_args=self.training_args.model_copy(update=precision))
+        return self
+
+    def _gpus_per_worker(self) -> int:
+        if self.device_mapping is None:
+            return 0
+        if self.strategy_name == "vllm":
+            options = self.strategy_config
+            return int(options.get("tensor_parallel_size") or 1) * int(options.get("pipeline_parallel_size") or 1)
+        if self.holds_model and self.strategy_name != "hf_infer":
+            return 1
+        return max(self.num_gpus_per_worker, 1)
+
+    def _device_problems(self) -> list[Problem]:
+        if self.device_mapping is None or len(self.device_mapping) % self.num_gpus_per_worker == 0:
+            return []
+        low, high = nearest_multiples(len(self.device_mapping), self.num_gpus_per_worker)
+        expected = f"a multiple of the {self.num_gpus_per_worker} GPUs of one worker"
+        return [wrong("device_mapping", self.device_mapping, expected, f"name {low} or {high} GPUs")]
+
+    def _batching_problems(self) -> list[Problem]:
+        problems = []
+        for phase, budget in (
+            ("train", self.max_tokens_per_microbatch_in_train),
+            ("infer", self.max_tokens_per_microbatch_in_infer),
+        ):
+            if getattr(self, f"use_dynamic_batching_in_{phase}") and not budget:
+                expected = f"a number of tokens, because use_dynamic_batching_in_{phase} is on"
+                problems.append(
+                    wrong(f"max_tokens_per_microbatch_in_{phase}", budget, expected, "twice sequence_length is a start")
+                )
+        return problems
+
+    @property
+    def holds_model(self) -> bool:
+        """Whether the role's workers hold a model."""
+        return self.strategy_args is not None
+
+    @property
+    def strategy_name(self) -> str | None:
+        return None if self.strategy_args is None else self.strategy_args.strategy_name
+
+    @property
+    def strategy_config(self) -> dict[str, Any]:
+        return {} if self.strategy_args is None else self.strategy_args.strategy_config
+
+    @property
+    def dp_size(self) -> int:
+        """Workers that see different rows: all of them, less those that share a sequence."""
+        return self.world_size // (1 if self.strategy_name == "vllm" else self.model_args.ulysses_size)
+
+    @property
+    def rows_per_optimizer_step(self) -> int:
+        """Rows (pairs for DPO) that one rank contributes to one optimizer step."""
+        return self.training_args.per_device_train_batch_size * self.training_args.gradient_accumulation_steps
+
+
+def is_actor_infer_overlapping_with_any_cluster(
+    actor_infer: WorkerConfig,
+    actor_train: WorkerConfig | None = None,
+    reference: WorkerConfig | None = None,
+    critic: WorkerConfig | None = None,
+) -> bool:
+    """Whether `actor_infer` shares a GPU with any of the other roles."""
+    others = [role for role in (actor_train, reference, critic) if role is not None]
+    taken = {device for role in others for device in role.device_mapping or []}
+    return bool(taken & set(actor_infer.device_mapping or []))

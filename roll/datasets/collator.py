@@ -1,0 +1,211 @@
+"""Examples to padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
+    from transformers import PreTrainedTokenizerBase
+
+Side = Literal["left", "right"]
+
+LABEL_PAD = -100  # what torch's cross entropy ignores
+
+
+@dataclass(frozen=True)
+class DataCollatorWithPaddingForDPO:
+    """N preference pairs to one batch of 2N rows, right-padded to the longest of them.
+
+    Rows are interleaved. Two pairs whose prompts have 2 tokens, with answers of 3 and 1 tokens, and of 1 and 2:
+
+        row  side          input_ids            attention_mask   prompt_id_lens
+        0    chosen 0      p p a a a            1 1 1 1 1        2
+        1    rejected 0    p p a _ _            1 1 1 0 0        2
+        2    chosen 1      q q b _ _            1 1 1 0 0        2
+        3    rejected 1    q q b b _            1 1 1 1 0        2
+
+    Returns `input_ids`, `attention_mask`, `position_ids` (2N, S) and `prompt_id_lens` (2N,), all int64. A pair is a
+    mapping with `chosen_ids`, `reject_ids`, `chosen_prompt_len` and `reject_prompt_len`; ROLL's `prompt_ids_lens`, one
+    number for both sides, is taken as well.
+
+    `max_length` bounds the rows; with `pad_to_max` every batch has that width, as in ROLL, which is only useful where a
+    compiled model should see one shape. `pad_to_multiple_of` rounds the width up, but not beyond `max_length`.
+
+    Raises ValueError that names the pair for an answer or a prompt without tokens, and for a row over `max_length`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int | None = None
+    return_tensors: Literal["pt"] = "pt"
+    pad_to_max: bool = False
+    pad_to_multiple_of: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_options(self.return_tensors, self.max_length, self.pad_to_max, self.pad_to_multiple_of)
+
+    def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if not batch:
+            raise ValueError("a batch needs at least one pair")
+        rows: list[Sequence[int] | np.ndarray] = []
+        prompt_lens: list[int] = []
+        for index, pair in enumerate(batch):
+            for name, side in (("chosen", "chosen"), ("rejected", "reject")):
+                ids = pair[f"{side}_ids"]
+                length_key = f"{side}_prompt_len" if f"{side}_prompt_len" in pair else "prompt_ids_lens"
+                prompt_len = int(pair[length_key])
+                if not 0 < prompt_len < len(ids):
+                    what = "prompt" if prompt_len <= 0 else "answer"
+                    raise ValueError(
+                        f"pair {index} of the batch: the {name} side has no {what} tokens ({len(ids)} tokens, of which "
+                        f"{prompt_len} are the prompt). Drop such pairs before collating, as encode_preferences does"
+                    )
+                if self.max_length is not None and len(ids) > self.max_length:
+                    raise ValueError(
+                        f"pair {index} of the batch: the {name} side has {len(ids)} tokens, more than "
+                        f"max_length={self.max_length}. Drop or truncate such pairs before collating"
+                    )
+                rows.append(ids)
+                prompt_lens.append(prompt_len)
+
+        width = _width([len(ids) for ids in rows], self.max_length, self.pad_to_max, self.pad_to_multiple_of)
+        attention_mask = _mask(rows, width, "right")
+        return {
+            "input_ids": pad_rows(rows, width, pad_token_id(self.tokenizer), "right"),
+            "attention_mask": attention_mask,
+            "position_ids": positions(attention_mask),
+            "prompt_id_lens": torch.tensor(prompt_lens, dtype=torch.int64),
+        }
+
+
+@dataclass(frozen=True)
+class DataCollatorWithPaddingForPaddedKeys:
+    """Examples with token columns to one batch, left-padded, so that generation starts at one column.
+
+    Columns in `padded_keys` become (N, S) int64 tensors: ids filled up with the pad token, masks with 0, labels with
+    -100. `attention_mask` is made where it is not given, `position_ids` always. All other columns become object arrays
+    of length N, tensors are concatenated (see `collate_fn_to_dict_list`).
+
+    `padding` is True or "longest" for the longest row of the batch, "max_length" for always `max_length`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    padding: bool | Literal["longest", "max_length"] = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: Literal["pt"] = "pt"
+    padded_keys: Sequence[str] = ("input_ids", "attention_mask", "labels")
+    padding_side: Side = "left"
+
+    def __post_init__(self) -> None:
+        if self.padding not in (True, "longest", "max_length"):
+            raise ValueError(f"padding={self.padding!r} is not known; use True, 'longest' or 'max_length'")
+        _check_options(self.return_tensors, self.max_length, self.padding == "max_length", self.pad_to_multiple_of)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if not features:
+            raise ValueError("a batch needs at least one example")
+        lengths = [len(feature["input_ids"]) for feature in features]
+        if self.max_length is not None and max(lengths) > self.max_length:
+            raise ValueError(
+                f"example {lengths.index(max(lengths))} of the batch has {max(lengths)} tokens, more than "
+                f"max_length={self.max_length}. Drop or truncate such examples before collating"
+            )
+        width = _width(lengths, self.max_length, self.padding == "max_length", self.pad_to_multiple_of)
+        fillers = {"input_ids": pad_token_id(self.tokenizer), "labels": LABEL_PAD}
+        batch: dict[str, Any] = {}
+        for key in (key for key in self.padded_keys if key in features[0]):
+            rows = [feature[key] for feature in features]
+            for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                if len(row) != length:
+                    raise ValueError(
+                        f"example {index} of the batch: {key} has {len(row)} values and input_ids has {length} tokens"
+                    )
+            batch[key] = pad_rows(rows, width, fillers.get(key, 0), self.padding_side)
+        if "attention_mask" not in batch:
+            batch["attention_mask"] = _mask([feature["input_ids"] for feature in features], width, self.padding_side)
+        batch["position_ids"] = positions(batch["attention_mask"])
+        others = [{key: value for key, value in feature.items() if key not in self.padded_keys} for feature in features]
+        return {**batch, **collate_fn_to_dict_list(others)}
+
+
+def collate_fn_to_dict_list(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Examples to columns: tensors are concatenated along their first axis, other values become an object array.
+
+    >>> collate_fn_to_dict_list([{"tag": "a", "ids": [1, 2]}, {"tag": "b", "ids": [3, 4]}])["ids"]
+    array([list([1, 2]), list([3, 4])], dtype=object)
+    """
+    columns: dict[str, Any] = {}
+    for key in data_list[0] if data_list else ():
+        values = []
+        for index, example in enumerate(data_list):
+            if key not in example:
+                raise ValueError(f"example {index} of the batch has no {key!r}, which example 0 has")
+            values.append(example[key])
+        if all(isinstance(value, Tensor) for value in values):
+            columns[key] = torch.cat(values, dim=0)
+        else:
+            # Filled one by one: assigning the list at once would spread values that are lists themselves.
+            column = np.empty(len(values), dtype=object)
+            for index, value in enumerate(values):
+                column[index] = value
+            columns[key] = column
+    for index, example in enumerate(data_list):
+        extra = example.keys() - columns.keys()
+        if extra:
+            raise ValueError(f"example {index} of the batch has {', '.join(sorted(extra))}, which example 0 has not")
+    return columns
+
+
+def pad_rows(rows: Sequence[Sequence[int] | np.ndarray | Tensor], width: int, value: int, side: Side) -> Tensor:
+    """Rows of different lengths as one (len(rows), width) int64 tensor, filled up with `value` on `side`."""
+    padded = np.full((len(rows), width), value, dtype=np.int64)
+    for target, row in zip(padded, rows, strict=True):
+        if len(row):
+            target[slice(0, len(row)) if side == "right" else slice(width - len(row), width)] = np.asarray(row)
+    return torch.from_numpy(padded)
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """(B, S) the number of attended tokens before each column; 0 in padding on the left."""
+    return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id to fill rows up with. Padding is never attended: a tokenizer without a pad token is no reason to stop."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(candidate for candidate in candidates if isinstance(candidate, int))
+
+
+def _mask(rows: Sequence[Sequence[int] | np.ndarray], width: int, side: Side) -> Tensor:
+    lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
+    columns = torch.arange(width)
+    attended = columns < lengths if side == "right" else columns >= width - lengths
+    return attended.to(torch.int64)
+
+
+def _width(lengths: Sequence[int], max_length: int | None, pad_to_max: bool, pad_to_multiple_of: int | None) -> int:
+    if pad_to_max:
+        assert max_length is not None  # _check_options
+        return max_length
+    width = max(lengths)
+    if pad_to_multiple_of is not None:
+        width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
+    return width if max_length is None else min(width, max_length)
+
+
+def _check_options(
+    return_tensors: str, max_length: int | None, pad_to_max: bool, pad_to_multiple_of: int | None
+) -> None:
+    if return_tensors != "pt":
+        raise ValueError(f"return_tensors={return_tensors!r} is not known; batches are torch tensors, 'pt'")
+    if pad_to_max and max_length is None:
+        raise ValueError("padding every batch to the maximum needs max_length")
+    for name, value in (("max_length", max_length), ("pad_to_multiple_of", pad_to_multiple_of)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")

@@ -1,0 +1,432 @@
+"""Workers as Ray actors, one process per rank. The only module that imports ray.
+
+Each worker sits inside an actor whose public methods are those of the worker class: `worker.method.remote(...)` works
+on the handles of a cluster as it does on any Ray actor, and calls between methods inside the worker stay plain calls.
+References are Ray's own: `ray.get` works on what `blocking=False` returns.
+
+Start-up has two phases. First all processes start at once, each with its environment variables from the beginning, and
+rank 0 reserves the port where the ranks will meet; then every worker is constructed with that knowledge.
+
+Waiting never depends on one process alone. The first failure is raised at once. When a worker process is gone, the
+reason is looked up on its machine and the other workers are killed: they may wait in a collective for it.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import iscoroutinefunction
+from typing import Any, NoReturn
+
+from roll.distributed.executor.backend import (
+    ExecutorBackend,
+    WorkerSpec,
+    clears_cache,
+    failure_message,
+    free_cached_memory,
+    public_methods,
+    timeout_message,
+)
+from roll.distributed.executor.postmortem import ProcessRecord, explain_death, prepare_this_process, stack_of
+from roll.distributed.executor.worker import Worker, WorkerContext, worker_context
+from roll.distributed.scheduler.resource_manager import ResourceManager, override_for
+from roll.exceptions import (
+    ConfigError,
+    MissingDependencyError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from roll.utils.constants import RAY_NAMESPACE
+from roll.utils.logging import get_logger
+
+try:
+    import ray
+    from ray import ObjectRef, cloudpickle
+    from ray.actor import ActorHandle
+    from ray.exceptions import (
+        LocalRayletDiedError,
+        NodeDiedError,
+        OutOfMemoryError,
+        RayActorError,
+        RayError,
+        RayTaskError,
+        WorkerCrashedError,
+    )
+    from ray.util.placement_group import PlacementGroup, placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise MissingDependencyError(
+        "the Ray backend needs ray, which is not installed: pip install 'roll-rl[ray]'. Without it, give every role "
+        "that holds a model one worker and leave backend at 'auto' or 'local'"
+    ) from error
+
+logger = get_logger(__name__)
+
+# Errors that mean "the process is gone", as opposed to an exception that a method raised.
+_DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
+# Workers share the CPUs and GPUs of a machine by agreement (`device_mapping`), so Ray books next to nothing for each.
+_BOOKED = 0.01
+_SECONDS_BETWEEN_START_WARNINGS = 30.0
+_SECONDS_FOR_POSTMORTEM = 5.0
+
+# Backends whose workers may still run; an exit of this process ends them first.
+_LIVE_BACKENDS: "weakref.WeakSet[RayBackend]" = weakref.WeakSet()
+# GPUs are reserved once for all clusters of a resource manager: the roles of a run may share them.
+_GPU_RESERVATIONS: "weakref.WeakKeyDictionary[ResourceManager, PlacementGroup]" = weakref.WeakKeyDictionary()
+
+
+def connect_to_ray() -> None:
+    """Join the Ray that `RAY_ADDRESS` names or that runs on this machine; start one if there is none."""
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is a Ray Client address; run the program on a machine of the "
+            "cluster (or with `ray job submit`) and give its host:port, or 'auto'"
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray turns on token authentication for a cluster that it starts, which is right, and warns about it every time.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    ray.init(namespace=RAY_NAMESPACE, include_dashboard=False, logging_level=logging.WARNING)
+
+
+@atexit.register  # runs before Ray's own exit handler, which was registered when ray was imported above
+def _end_all_workers() -> None:
+    for backend in list(_LIVE_BACKENDS):
+        backend.shutdown()
+
+
+class RemoteFailure(WorkerError):
+    """A worker's failure on its way to the caller: the message as text, the original exception pickled if it can be."""
+
+    def __init__(self, message: str, pickled_cause: bytes | None) -> None:
+        super().__init__(message)
+        self.pickled_cause = pickled_cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteFailure, (str(self), self.pickled_cause)
+
+    @classmethod
+    def of(cls, context: WorkerContext, method: str, error: Exception) -> "RemoteFailure":
+        pickled_cause = None
+        try:
+            candidate = cloudpickle.dumps(error)
+            pickle.loads(candidate)
+            pickled_cause = candidate
+        except Exception:  # noqa: BLE001 - user-defined exceptions fail to pickle in any way they like; the text remains
+            logger.debug("%s: %s does not survive pickling", context.worker_name, type(error).__name__)
+        return cls(failure_message(context, method, error), pickled_cause)
+
+    def cause(self) -> BaseException | None:
+        if self.pickled_cause is None:
+            return None
+        try:
+            return pickle.loads(self.pickled_cause)
+        except Exception:  # noqa: BLE001 - its class may exist on the worker's machine only; the text remains
+            return None
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What an actor reports when its process runs."""
+
+    node_id: str
+    node_address: str
+    process: ProcessRecord
+
+
+class _Host:
+    """The actor around one worker. `_host_class` adds one forwarding method for every public method of the worker."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._worker: Worker
+        self._meeting_point: socket.socket | None = None
+        self._process = prepare_this_process()
+        if context.devices:
+            _show_only([device.gpu_rank for device in context.devices])
+
+    def __repr__(self) -> str:  # Ray puts this in front of the lines that the worker prints
+        return self._context.worker_name
+
+    def _report(self) -> _Started:
+        return _Started(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self._process)
+
+    def _reserve_port(self) -> tuple[str, int]:
+        """Address and port where the ranks can meet.
+
+        The socket stays bound and never listens: no other program is given the port meanwhile, and torch, which also
+        sets SO_REUSEADDR, can still listen on it whenever it wants.
+        """
+        self._meeting_point = socket.socket()
+        self._meeting_point.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._meeting_point.bind(("", 0))
+        return ray.util.get_node_ip_address(), self._meeting_point.getsockname()[1]
+
+    def _construct(
+        self, payload: bytes, context: WorkerContext, env: Mapping[str, str], import_path: list[str]
+    ) -> None:
+        """Build the worker. `payload` holds its class and configuration, and needs `import_path` to be unpickled."""
+        self._context = context
+        if context.master is not None:
+            host, port = context.master
+            os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port), **env})
+        sys.path.extend(folder for folder in import_path if folder not in sys.path)
+        with worker_context(context):
+            try:
+                worker_cls, worker_config = pickle.loads(payload)
+                self._worker = worker_cls(worker_config)
+            except Exception as error:  # noqa: BLE001 - the border of a worker: every failure becomes one kind of error
+                raise RemoteFailure.of(context, "__init__", error) from None
+
+
+def _host_class(worker_cls: type[Worker]) -> type[_Host]:
+    """An actor class with the public methods of `worker_cls`, which run on the worker inside and translate failures."""
+
+    def forward(method: str, clear_cache: bool) -> Callable[..., Any]:
+        def call(self: _Host, *args: Any, **kwargs: Any) -> Any:
+            try:
+                value = getattr(self._worker, method)(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - as in _construct
+                raise RemoteFailure.of(self._context, method, error) from None
+            if clear_cache:
+                free_cached_memory()
+            return value
+
+        return call
+
+    def forward_async(method: str, clear_cache: bool) -> Callable[..., Any]:
+        async def call(self: _Host, *args: Any, **kwargs: Any) -> Any:
+            try:
+                value = await getattr(self._worker, method)(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - as in _construct
+                raise RemoteFailure.of(self._context, method, error) from None
+            if clear_cache:
+                free_cached_memory()
+            return value
+
+        return call
+
+    methods = {
+        name: (forward_async if iscoroutinefunction(function) else forward)(name, clears_cache(worker_cls, name))
+        for name, function in public_methods(worker_cls).items()
+    }
+    return type(worker_cls.__name__, (_Host,), methods)
+
+
+class RayBackend(ExecutorBackend):
+    """The workers of one cluster, as Ray actors."""
+
+    def __init__(self, resource_manager: ResourceManager) -> None:
+        self._resource_manager = resource_manager
+        self._handles: list[Any] = []  # actor handles; their methods are not known to a type checker
+        self._contexts: dict[Any, WorkerContext] = {}  # by actor id
+        self._started: dict[Any, _Started] = {}  # by actor id
+        self._closed_because = ""
+
+    def spawn(self, specs: Sequence[WorkerSpec], timeout: float) -> list[ActorHandle]:
+        connect_to_ray()
+        _LIVE_BACKENDS.add(self)
+        deadline = time.monotonic() + timeout
+        worker_cls = specs[0].worker_cls
+        gpus = _reserve_gpus(self._resource_manager, specs) if specs[0].context.devices else None
+        actor_cls = ray.remote(_host_class(worker_cls))
+        for spec in specs:
+            handle: Any = actor_cls.options(**_actor_options(spec, gpus)).remote(spec.context)
+            self._handles.append(handle)
+            self._contexts[handle._actor_id] = spec.context
+        try:
+            self._wait_for_processes(deadline)
+            first = self._handles[0]
+            reserved = self.gather([first._reserve_port.remote()], "_reserve_port", deadline - time.monotonic())
+            # Pickled by hand: unpickled once the driver's import path is in place, and a failure is ours to report.
+            payload = ray.put(cloudpickle.dumps((worker_cls, specs[0].worker_config)))
+            import_path = [os.path.abspath(folder) for folder in sys.path]
+            refs = []
+            for handle, spec in zip(self._handles, specs, strict=True):
+                index = 0 if spec.context.devices else None  # the process sees its own devices only
+                master = reserved[0] if spec.context.world_size > 1 else None
+                context = replace(spec.context, master=master, device_index=index)
+                refs.append(handle._construct.remote(payload, context, dict(spec.env), import_path))
+            self.gather(refs, "__init__", deadline - time.monotonic())
+        except BaseException:
+            self.shutdown()
+            raise
+        return list(self._handles)
+
+    def submit(self, handle: ActorHandle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ObjectRef:
+        if self._closed_because:
+            raise WorkerDiedError(f"{method}() cannot be called: {self._closed_because}")
+        return getattr(handle, method).remote(*args, **kwargs)
+
+    def gather(self, refs: Sequence[ObjectRef], method: str, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        values: dict[ObjectRef, Any] = {}
+        pending = list(dict.fromkeys(refs))
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._timeout(pending, method, timeout, len(refs))
+            try:
+                values[ready[0]] = ray.get(ready[0])
+            except RayError as error:
+                _never_mind(pending)
+                self._raise(ready[0], method, error)
+        return [values[ref] for ref in refs]
+
+    def node_of(self, handle: ActorHandle) -> str:
+        return self._started[handle._actor_id].node_address
+
+    def share(self, value: Any) -> Any:
+        small = value is None or isinstance(value, bool | int | float | str)
+        return value if small else ray.put(value)
+
+    def shutdown(self) -> None:
+        self._closed_because = self._closed_because or "its cluster was shut down"
+        _LIVE_BACKENDS.discard(self)
+        if ray.is_initialized():
+            for handle in self._handles:
+                ray.kill(handle)
+        self._handles = []
+
+    def _wait_for_processes(self, deadline: float) -> None:
+        refs = [handle._report.remote() for handle in self._handles]
+        waiting: list[Any] = refs
+        while True:
+            patience = min(_SECONDS_BETWEEN_START_WARNINGS, max(0.0, deadline - time.monotonic()))
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience)
+            if not waiting or time.monotonic() >= deadline:
+                break
+            logger.warning(
+                "still waiting for the processes of %s; Ray has %s of %s free",
+                ", ".join(self._context_of(ref).worker_name for ref in waiting),
+                ray.available_resources(),
+                ray.cluster_resources(),
+            )
+        reports = self.gather(refs, "_report", deadline - time.monotonic())
+        self._started = {handle._actor_id: report for handle, report in zip(self._handles, reports, strict=True)}
+
+    def _context_of(self, ref: ObjectRef) -> WorkerContext:
+        return self._contexts[ref.task_id().actor_id()]
+
+    def _raise(self, ref: ObjectRef, method: str, error: RayError) -> NoReturn:
+        """Turn Ray's report of one failed call into the one error that the caller sees."""
+        context = self._context_of(ref)
+        if isinstance(error, _DEATHS):
+            raise self._died(ref, method, error) from None
+        if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteFailure):
+            raise WorkerError(str(error.cause)) from error.cause.cause()
+        # The call did not reach the worker's method, or its outcome did not reach us: arguments that do not unpickle
+        # there, a full object store ...
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        raise WorkerError(f"{context.describe()} failed in {method}(): {error}") from cause
+
+    def _died(self, ref: ObjectRef, method: str, error: RayError) -> WorkerDiedError:
+        context = self._context_of(ref)
+        started = self._started.get(ref.task_id().actor_id())
+        where, reason = "", " ".join(str(error).split())
+        if started is not None:
+            where = f", pid {started.process.pid} on {started.node_address}"
+            reason = _on_node(started.node_id, explain_death, started.process, str(error)) or reason
+        who = f"{context.worker_name} (rank {context.rank} of {context.world_size}{where})"
+        self._closed_because = f"{who} died during {method}(): {reason}"
+        others = len(self._handles) - 1
+        self.shutdown()
+        stopped = f"\nThe other {others} worker(s) of {context.cluster_name} were stopped." if others else ""
+        return WorkerDiedError(f"{self._closed_because}{stopped}")
+
+    def _timeout(self, pending: Sequence[ObjectRef], method: str, timeout: float, num_calls: int) -> WorkerTimeoutError:
+        message = timeout_message(method, timeout, [self._context_of(ref) for ref in pending], num_calls)
+        for ref in pending:
+            started = self._started.get(ref.task_id().actor_id())
+            stack = _on_node(started.node_id, stack_of, started.process) if started is not None else None
+            if stack:
+                message += f"\n{self._context_of(ref).worker_name} is here (most recent call first):\n{stack}"
+        return WorkerTimeoutError(message)
+
+
+def _never_mind(refs: Sequence[ObjectRef]) -> None:
+    """Nobody will ask for these outcomes; without this, Ray prints every failure among them as unhandled."""
+    for ref in refs:
+        ref.future().add_done_callback(lambda future: future.exception())
+
+
+def _on_node(node_id: str, function: Callable[..., str], *args: Any) -> str | None:
+    """`function(*args)` on that machine; None when the machine does not answer."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*args)
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    with contextlib.suppress(RayError):  # the machine may be gone as well
+        remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there)
+        return ray.get(remote.remote(*args), timeout=_SECONDS_FOR_POSTMORTEM)
+    return None
+
+
+def _show_only(gpu_ranks: Sequence[int]) -> None:
+    """Show this process these GPUs alone; the numbers count among those that the machine's Ray itself was shown."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpu_ranks) + 1)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpu_ranks)
+
+
+def _actor_options(spec: WorkerSpec, gpus: PlacementGroup | None) -> dict[str, Any]:
+    """How Ray starts the process of a worker: its environment from the first line on, and its place."""
+    context = spec.context
+    env = {
+        "WORLD_SIZE": str(context.world_size),
+        "RANK": str(context.rank),
+        "LOCAL_RANK": "0",
+        "CLUSTER_NAME": context.cluster_name,
+        "WORKER_NAME": context.worker_name,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(_threads_per_worker(context.world_size)),
+    }
+    options: dict[str, Any] = {"num_cpus": _BOOKED, "max_concurrency": spec.max_concurrency}
+    if gpus is None:
+        options["scheduling_strategy"] = "SPREAD"
+    else:
+        # We show each process its GPUs ourselves, by the numbers of device_mapping.
+        env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        options["num_gpus"] = _BOOKED
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            gpus, placement_group_bundle_index=context.devices[0].node_rank
+        )
+    return {**options, "runtime_env": {"env_vars": {**env, **spec.env}}}
+
+
+def _threads_per_worker(world_size: int) -> int:
+    """An equal share of the CPUs. Ray would give every worker one thread, because next to no CPU is booked for it."""
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return max(1, min(max(cpus), sum(cpus) // world_size))
+
+
+def _reserve_gpus(manager: ResourceManager, specs: Sequence[WorkerSpec]) -> PlacementGroup:
+    """One bundle per machine, with its GPUs; bundle i is the machine that `node_rank` i means."""
+    found = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+    per_node = found[: manager.num_nodes]
+    gpus = min(manager.num_gpus_per_node, per_node[-1])
+    role = specs[0].context.cluster_name
+    for spec in specs:
+        for device in spec.context.devices:
+            if device.node_rank >= len(per_node) or device.gpu_rank >= gpus:
+                raise ConfigError(
+                    f"{role}.device_mapping gives {spec.context.worker_name} GPU {device.gpu_rank} of node "
+                    f"{device.node_rank}, but the Ray cluster has {len(found)} node(s) with {found} GPUs. "
+                    + override_for(role, len(spec.context.devices), gpus * len(per_node))
+                )
+    if manager not in _GPU_RESERVATIONS:
+        group = placement_group([{"GPU": gpus, "CPU": 1} for _ in per_node], strategy="STRICT_SPREAD")
+        if not group.wait(_SECONDS_BETWEEN_START_WARNINGS):
+            raise WorkerTimeoutError(
+                f"{role}: Ray could not reserve {gpus} GPU(s) on {len(per_node)} node(s) within "
+                f"{_SECONDS_BETWEEN_START_WARNINGS:g} s; free: {ray.available_resources()}"
+            )
+        _GPU_RESERVATIONS[manager] = group
+    return _GPU_RESERVATIONS[manager]

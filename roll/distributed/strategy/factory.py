@@ -1,0 +1,30 @@
+"""From a strategy's name in the config to its class. Libraries are imported only for the strategy that needs them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from roll.distributed.strategy.strategy import InferenceStrategy
+from roll.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from roll.distributed.executor.worker import Worker
+
+STRATEGIES = {
+    "hf_train": "roll.distributed.strategy.hf_strategy.HfTrainStrategy",
+    "hf_infer": "roll.distributed.strategy.hf_strategy.HfInferStrategy",
+    "fsdp2_train": "roll.distributed.strategy.fsdp2_strategy.Fsdp2TrainStrategy",
+    "fsdp2_infer": "roll.distributed.strategy.fsdp2_strategy.Fsdp2InferStrategy",
+}
+
+
+def create_strategy(worker: Worker) -> InferenceStrategy:
+    """The strategy that `worker.worker_config.strategy_args.strategy_name` names, not yet initialised."""
+    name = worker.worker_config.strategy_args.strategy_name
+    if name not in STRATEGIES:
+        raise ConfigError(
+            f"strategy_args.strategy_name: found {name!r}, expected one of {', '.join(sorted(STRATEGIES))}"
+        )
+    module, _, class_name = STRATEGIES[name].rpartition(".")
+    return getattr(importlib.import_module(module), class_name)(worker)

@@ -1,0 +1,81 @@
+"""`hf_train` and `hf_infer`: the whole model on one device. Several `hf_train` ranks are replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider
+from roll.distributed.strategy.train_strategy import TrainStrategy
+from roll.models.linear_head import plain_logits
+
+BUCKET_BYTES = 64 * 2**20
+
+
+class HfInferStrategy(InferenceStrategy):
+    """A model that scores and generates on one device; several ranks are independent replicas."""
+
+    strategy_name = "hf_infer"
+
+    def initialize(self, model_provider: ModelProvider) -> None:
+        self.build_model(model_provider)
+        self.model.requires_grad_(False).to(self.device)
+
+    def generate(self, batch: DataProto, generation_config: Mapping[str, Any]) -> Tensor:
+        """Continue left-padded prompts with the model's own `generate`: (rows * num_return_sequences, prompt + new)."""
+        with torch.no_grad(), plain_logits(self.model):
+            return self.model.generate(
+                input_ids=batch.batch["input_ids"].to(self.device),
+                attention_mask=batch.batch["attention_mask"].to(self.device),
+                pad_token_id=self.tokenizer.pad_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+                **generation_config,
+            )
+
+
+class HfTrainStrategy(TrainStrategy):
+    """A model that trains on one device; several ranks are replicas whose gradients are summed once a step."""
+
+    strategy_name = "hf_train"
+
+    def initialize(self, model_provider: ModelProvider) -> None:
+        self.build_model(model_provider)
+        self.join_ranks()
+        self.model.to(self.device)
+        self.make_optimizer()
+
+    def reduce_gradients(self) -> None:
+        if self.ranks.size == 1:
+            return
+        parameters = self.trainable_parameters()
+        # A parameter may have a gradient on some ranks only; one that has none on any rank keeps none.
+        used = self.ranks.sum([float(parameter.grad is not None) for parameter in parameters])
+        for parameter, count in zip(parameters, used, strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for bucket in _buckets(gradients):
+            flat = _flatten_dense_tensors(bucket)
+            dist.all_reduce(flat)
+            for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                gradient.copy_(summed)
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype, together of at most BUCKET_BYTES (or one tensor that is larger)."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

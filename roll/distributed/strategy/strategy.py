@@ -1,0 +1,284 @@
+"""The interface between a worker and a model: forward passes for scoring, optimizer steps for training.
+
+A strategy owns one model on one rank and everything that depends on how it is placed: micro-batches, collectives,
+precision, checkpoints. A worker gives it a batch and a function of one micro-batch; the strategy alone knows how many
+micro-batches and ranks there are. The loss contract that makes this work: a loss is a masked sum divided by counts of
+the *whole* optimizer step, so the losses, and the gradients, of micro-batches and ranks simply add up.
+
+`InferenceStrategy` scores, `TrainStrategy` also trains. Subclasses place the model and reduce gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.strategy.micro_batches import (
+    MicroBatch,
+    Rows,
+    make_micro_batch,
+    plan_by_rows,
+    plan_by_tokens,
+    row_windows,
+)
+from roll.distributed.strategy.ranks import Ranks
+from roll.distributed.strategy.weight_sync import checksum
+from roll.models.linear_head import use_linear_logits
+from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
+from roll.models.model_providers import default_tokenizer_provider
+from roll.ops import LinearLogits, next_token_log_probs
+from roll.utils.seeding import seed_everything
+
+if TYPE_CHECKING:
+    from roll.distributed.executor.worker import Worker
+
+ModelOutput = Tensor | LinearLogits
+Metrics = dict[str, Any]
+ForwardFunction = Callable[[DataProto, ModelOutput], tuple[Tensor, Mapping[str, Any]]]
+LossFunction = Callable[[DataProto, ModelOutput], tuple[Tensor, Mapping[str, Any]]]
+ModelProvider = Callable[..., nn.Module]
+
+
+class InferenceStrategy(ABC):
+    """A model on this rank that scores batches, and perhaps generates.
+
+    Attributes that callers read: `worker`, `worker_config`, `model`, `tokenizer`, `device`, `ranks`, `strategy_name`.
+    """
+
+    strategy_name: ClassVar[str]
+    is_trainable: ClassVar[bool] = False
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.worker_config = worker.worker_config
+        self.strategy_config: Mapping[str, Any] = worker.worker_config.strategy_args.strategy_config
+        self.model: nn.Module
+        self.tokenizer: Any = None
+        self.device = torch.device("cpu")
+        self.ranks = Ranks.alone(self.device)
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def initialize(self, model_provider: ModelProvider) -> None:
+        """Build tokenizer and model, place the model, fill `worker.rank_info`. Called once on every rank."""
+
+    def build_model(self, model_provider: ModelProvider) -> None:
+        """Seed this process, then make tokenizer and model on the CPU; where the head allows it, without logits."""
+        seed_everything(self.worker.pipeline_config.seed)
+        if self.worker.device_index is not None:
+            self.device = torch.device("cuda", self.worker.device_index)
+            self.ranks = Ranks.alone(self.device)
+        model_args = self.worker_config.model_args
+        self.tokenizer = default_tokenizer_provider(model_args)
+        self.model = model_provider(
+            tokenizer=self.tokenizer,
+            model_args=model_args,
+            training_args=self.worker_config.training_args,
+            is_trainable=self.is_trainable,
+        )
+        if (
+            self.strategy_config.get("linear_logits", True)
+            and base_model(self.model).get_output_embeddings() is not None
+        ):
+            use_linear_logits(self.model)
+
+    def join_ranks(self) -> None:
+        """Meet the other ranks of this role; alone, nothing happens."""
+        if self.worker.world_size > 1:
+            self.worker.init_process_group()
+            self.ranks = Ranks.of_default_group(self.device)
+
+    def get_data_input(self, batch: DataProto) -> DataProto:
+        """The batch of this rank's data-parallel group. Strategies that split a model over ranks broadcast it here."""
+        return batch
+
+    def unwrap_model(self) -> nn.Module:
+        """The Hugging Face (or peft) model inside whatever wraps it."""
+        return self.model
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward_step(self, batch: DataProto, forward_func: ForwardFunction) -> dict[str, Tensor]:
+        """Run `forward_func(micro_batch, output)` over all rows without gradients.
+
+        Its dict of results is joined over micro-batches, in the order of the input rows; results with one column per
+        predicted token come back as (rows, S-1), zero outside of the columns that a micro-batch looked at.
+        `meta_info["micro_batch_size"]` sets the rows of a micro-batch (default `infer_batch_size`).
+        """
+        self._require_rows(batch)
+        width = batch.batch["attention_mask"].shape[1]
+        pieces: dict[str, list[Tensor]] = {}
+        order: Rows = []
+        self.model.eval()
+        with torch.no_grad(), self._adapter_context(batch):
+            plan = self.same_length_on_all_ranks(self._plan_inference(batch))
+            for rows, micro in zip(plan, self._micro_batches(batch, plan), strict=True):
+                output = self.forward_model(micro.data)
+                if not rows:
+                    continue
+                _, results = forward_func(micro.data, output)
+                for key, value in results.items():
+                    per_token = value.dim() >= 2 and value.shape[1] == micro.stop - micro.start - 1
+                    pieces.setdefault(key, []).append((micro.widen(value, width) if per_token else value).cpu())
+                order.extend(micro.rows)
+        back = torch.tensor(order).argsort()
+        return {key: torch.cat(values)[back] for key, values in pieces.items()}
+
+    def forward_model(self, data: DataProto) -> ModelOutput:
+        """One forward pass of the model over a micro-batch; logits are not built when the head allows it."""
+        return self.model(**self._model_inputs(data), use_cache=False).logits
+
+    def op_compute_log_probs(self, logits: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Log-probability of each next token, (B, S-1), exactly 0 where `attention_mask[:, 1:]` is 0.
+
+        The mask is whatever the caller wants scored: DPO passes the attention mask, RL the response mask.
+        """
+        return next_token_log_probs(logits, input_ids, attention_mask, temperature=self.worker.log_prob_temperature)[0]
+
+    def op_compute_entropy(self, logits: ModelOutput, attention_mask: Tensor) -> Tensor:
+        """Entropy of each next-token distribution, (B, S-1), exactly 0 where `attention_mask[:, 1:]` is 0."""
+        any_label = torch.zeros_like(attention_mask, dtype=torch.long)
+        temperature = self.worker.log_prob_temperature
+        entropy = next_token_log_probs(logits, any_label, attention_mask, temperature=temperature, with_entropy=True)[1]
+        assert entropy is not None
+        return entropy
+
+    def generate(self, batch: DataProto, generation_config: Mapping[str, Any]) -> Tensor:
+        """Continue left-padded prompts: token ids (rows * num_return_sequences, prompt + new tokens)."""
+        raise RuntimeError(f"{self.strategy_name} does not generate; give this role the strategy hf_infer or vllm")
+
+    def get_metrics(self, metric_names: Collection[str] | None = None) -> Metrics:
+        """Numbers that only the strategy knows, such as the state of a generation engine."""
+        return {}
+
+    # -- moving and saving -------------------------------------------------------------------------------------------
+
+    def load_states(self, include: Any = None, non_blocking: bool = False) -> None:
+        """Bring the model (and what `include` names) to the device it computes on."""
+        self.model.to(self.device, non_blocking=non_blocking)
+
+    def offload_states(self, include: Any = None, non_blocking: bool = False) -> None:
+        """Move the model (and what `include` names) to host memory. Nothing to do when it computes there."""
+        if self.device.type != "cpu":
+            self.model.to("cpu", non_blocking=non_blocking)
+            torch.cuda.empty_cache()
+
+    def process_weights_after_loading(self) -> None:  # noqa: B027  (doing nothing is the right default)
+        """Finish weights that were just written into the model. Plain modules need nothing."""
+
+    # -- weights of another role -------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights as plain `transformers` names them, adapters merged, one full tensor at a time.
+
+        Ranks that share a sharded model must iterate together.
+        """
+        if is_lora_model(self.model):
+            yield from merged_state_dict(self.model).items()
+            return
+        for name, parameter in self.model.named_parameters():
+            yield name, full_tensor(parameter.detach())
+
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Write weights under those names into the model."""
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                own[name].copy_(weight)
+
+    def share_model(self, source: InferenceStrategy) -> bool:
+        """Use the model of another strategy of this process, which then is one and the same; False if it cannot be.
+
+        The two must hold the same architecture in the same precision on the same device, and the other's model must
+        be whole.
+        """
+        same = (
+            type(base_model(self.model)) is type(base_model(source.model))
+            and base_model(self.model).dtype == base_model(source.model).dtype
+            and self.device == source.device
+            and not isinstance(next(source.model.parameters()), DTensor)
+        )
+        if same:
+            self.model = source.model
+        return same
+
+    def weight_checksums(self, names: Collection[str]) -> dict[str, int]:
+        return {name: checksum(weight) for name, weight in self.named_weights() if name in names}
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _model_inputs(self, data: DataProto) -> dict[str, Tensor | None]:
+        """Arguments of the model. Ids under the attention mask are neutralised: padding may hold anything.
+
+        Rows that start at column 0 and have no holes need no attention mask: a causal model cannot see the padding to
+        their right, and without a mask torch picks its fastest attention.
+        """
+        attention_mask = data.batch["attention_mask"].to(self.device)
+        input_ids = data.batch["input_ids"].to(self.device)
+        input_ids = torch.where(attention_mask != 0, input_ids, torch.zeros_like(input_ids))
+        if data.meta_info["right_padded"]:
+            return {"input_ids": input_ids, "attention_mask": None, "position_ids": None}
+        position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+
+    def same_length_on_all_ranks(self, plan: list[Rows], unit: int = 1) -> list[Rows]:
+        """The plan itself, where ranks compute on their own. Ranks that share a sharded model must run equally many."""
+        return plan
+
+    def _micro_batches(self, batch: DataProto, plan: list[Rows]) -> Iterator[MicroBatch]:
+        """The micro-batches of a plan, on the device. An empty one stands for a rank that only keeps step: row 0."""
+        right_padded = is_right_padded(batch.batch["attention_mask"])
+        for rows in plan:
+            micro = make_micro_batch(batch, rows or [0])
+            micro.data.meta_info = {**batch.meta_info, "right_padded": right_padded}
+            micro.data.to(self.device)
+            yield micro
+
+    def _plan_inference(self, batch: DataProto) -> list[Rows]:
+        config = self.worker_config
+        if config.use_dynamic_batching_in_infer:
+            return plan_by_tokens(
+                row_lengths(batch),
+                config.max_tokens_per_microbatch_in_infer,
+                round_to=config.sequence_length_round_in_infer,
+            )
+        return plan_by_rows(len(batch), batch.meta_info.get("micro_batch_size", config.infer_batch_size))
+
+    @contextlib.contextmanager
+    def _adapter_context(self, batch: DataProto) -> Iterator[None]:
+        """With `meta_info["disable_adapter"]` a LoRA model answers as its base model: the reference for free."""
+        if not batch.meta_info.get("disable_adapter", False):
+            yield
+            return
+        with adapter_disabled(self.unwrap_model()):
+            yield
+
+    @staticmethod
+    def _require_rows(batch: DataProto) -> None:
+        if len(batch) == 0:
+            raise ValueError("the batch has no rows; a rank needs at least one (see pad_dataproto_to_divisor)")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, gathered from all ranks; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_right_padded(attention_mask_BS: Tensor) -> bool:
+    """True when every row's attended tokens are its first ones, without holes."""
+    attended = attention_mask_BS != 0
+    return bool((attended.long().diff(dim=1) <= 0).all())
+
+
+def row_lengths(batch: DataProto) -> list[int]:
+    """Columns from the first to the last attended token of each row."""
+    first, stop = row_windows(batch.batch["attention_mask"])
+    return (stop - first).tolist()

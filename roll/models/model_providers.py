@@ -1,0 +1,394 @@
+"""Tokenizers and models from a local folder or a Hugging Face name: actor, reference, value and reward.
+
+Every provider returns the model on the CPU: where it goes, and whether it is sharded, is the strategy's decision
+(`device_map` is accepted and not used). Loading or initialising a model leaves the caller's random state as it was.
+
+Differences from ROLL: code that lies in a model repository runs only with `trust_remote_code`; a value model has no
+dropout; weights that the folder lacks are an error instead of random numbers (except a new value head);
+`freeze_module_prefix: model.layers.1` freezes layer 1, not also layers 10 to 19.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_flash_attn_2_available
+from transformers.utils.hub import is_offline_mode
+
+from roll.exceptions import ConfigError, MissingDependencyError
+from roll.models.lora import ADAPTER_CONFIG, LoraSettings, add_lora, base_model, split_names, trainable_summary
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
+
+
+class ModelSettings(LoraSettings, Protocol):
+    """What is read here; `roll.configs.ModelArguments` has all of it. `trust_remote_code`, if there, is read too."""
+
+    @property
+    def model_name_or_path(self) -> str | None: ...
+    @property
+    def attn_implementation(self) -> str | None: ...
+    @property
+    def moe_aux_loss_coef(self) -> float | None: ...
+    @property
+    def disable_gradient_checkpointing(self) -> bool: ...
+    @property
+    def gradient_checkpointing_use_reentrant(self) -> bool | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def model_type(self) -> str | None: ...
+    @property
+    def num_labels(self) -> int: ...
+    @property
+    def model_config_kwargs(self) -> Mapping[str, Any]: ...
+    @property
+    def freeze_module_prefix(self) -> str | Sequence[str] | None: ...
+    @property
+    def model_max_length(self) -> int | None: ...
+    @property
+    def random_init(self) -> bool: ...
+
+
+def default_tokenizer_provider(
+    model_args: ModelSettings, model_name_or_path: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, padding on the left, with its chat template.
+
+    A tokenizer without a padding token pads with its end-of-sequence token. That is safe here because every loss and
+    log-prob goes by masks, never by comparing ids with the padding token.
+    """
+    source, folder = _locate(model_name_or_path or model_args.model_name_or_path)
+    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"model_name_or_path: {folder} has no tokenizer (found: {_listing(folder)}; expected one of"
+            f" {', '.join(_TOKENIZER_FILES)}). Copy the files of the model's own tokenizer into it."
+        )
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            source, padding_side="left", trust_remote_code=_trusts(model_args)
+        )
+    except (OSError, ValueError) as error:
+        raise _unavailable("tokenizer", source, folder, error) from error
+    if model_args.model_max_length is not None:
+        tokenizer.model_max_length = model_args.model_max_length
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"model_name_or_path: the tokenizer of {source} has neither pad_token nor eos_token; set one in its"
+                " tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("the tokenizer of %s has no padding token: %r is used", source, tokenizer.eos_token)
+    return tokenizer
+
+
+def default_actor_model_provider(
+    tokenizer: PreTrainedTokenizerBase,
+    model_args: ModelSettings,
+    training_args: object | None = None,
+    is_trainable: bool = False,
+) -> nn.Module:
+    """A causal language model: the policy, or with `is_trainable=False` a reference or inference model.
+
+    The result is a `transformers` model, or a `PeftModel` around one where LoRA is asked for. Trainable models are in
+    training mode with gradient checkpointing; others are in evaluation mode and no parameter needs a gradient.
+    `training_args` belongs to the signature of every provider and is not read.
+    """
+    return _provide(AutoModelForCausalLM, tokenizer, model_args, is_trainable=is_trainable, new_head=False)
+
+
+def default_value_model_provider(
+    tokenizer: PreTrainedTokenizerBase,
+    model_args: ModelSettings,
+    training_args: object | None = None,
+    is_trainable: bool = False,
+) -> nn.Module:
+    """One number (`num_labels`) per token: `model(...).logits` is (B, S, num_labels).
+
+    Starting from a language model, the value head is new: it is drawn from the current torch seed.
+    """
+    if model_args.model_type not in (None, "auto_token_classification"):
+        raise ConfigError(
+            f"model_type: a value model is {'auto_token_classification'!r} (the default), got {model_args.model_type!r}"
+        )
+    return _provide(AutoModelForTokenClassification, tokenizer, model_args, is_trainable=is_trainable, new_head=True)
+
+
+def default_reward_model_provider(
+    tokenizer: PreTrainedTokenizerBase,
+    model_args: ModelSettings,
+    training_args: object | None = None,
+    is_trainable: bool = False,
+) -> nn.Module:
+    """A trained reward model: `logits` is (B, num_labels), or (B, S, num_labels) for token classification.
+
+    `model_type` is `auto_sequence_classification` or `auto_token_classification`; None follows the architecture that
+    the model's config names, else sequence classification. The latter scores the last token that is not the padding
+    token, so where padding is the end-of-sequence token it scores the token before it, as `transformers` does.
+    A reward model to be trained (`is_trainable`) may start from a language model with a new head; one that is only
+    used must bring its own.
+    """
+    kinds = {
+        "auto_sequence_classification": AutoModelForSequenceClassification,
+        "auto_token_classification": AutoModelForTokenClassification,
+    }
+    model_type = model_args.model_type
+    if model_type is None:
+        architectures = _load_config(model_args).architectures or [""]
+        by_token = architectures[0].endswith("ForTokenClassification")
+        model_type = "auto_token_classification" if by_token else "auto_sequence_classification"
+    if model_type not in kinds:
+        raise ConfigError(f"model_type: a reward model is one of {', '.join(kinds)}, got {model_type!r}")
+    return _provide(kinds[model_type], tokenizer, model_args, is_trainable=is_trainable, new_head=is_trainable)
+
+
+def freeze_by_prefix(model: nn.Module, prefixes: Sequence[str]) -> None:
+    """Stops training of every parameter inside the named modules: `model.layers.1` means that layer, not layer 10.
+
+    A weight that serves as embedding and as head counts as the embedding's.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for prefix in prefixes:
+        if not any(_inside(name, prefix) for name in names):
+            modules = [name for name, _ in model.named_modules() if name]
+            near = difflib.get_close_matches(prefix, modules + names, n=5, cutoff=0.4) or modules[:5]
+            raise ConfigError(
+                f"freeze_module_prefix: no parameter of {type(model).__name__} lies in {prefix!r}; nearest names:"
+                f" {', '.join(near)}"
+            )
+    for name, parameter in model.named_parameters():
+        if any(_inside(name, prefix) for prefix in prefixes):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"freeze_module_prefix: {', '.join(prefixes)} freezes the whole model")
+
+
+def _inside(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix.rstrip(".") + ".")
+
+
+def _provide(
+    auto_class: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    args: ModelSettings,
+    *,
+    is_trainable: bool,
+    new_head: bool,
+) -> nn.Module:
+    frozen = split_names(args.freeze_module_prefix)
+    if is_trainable and frozen and (args.lora_target is not None or args.adapter_name_or_path is not None):
+        raise ConfigError(
+            "freeze_module_prefix and LoRA are both set: LoRA freezes everything but its adapter and"
+            " additional_target; remove freeze_module_prefix"
+        )
+    config = _load_config(args)
+    if is_trainable and args.moe_aux_loss_coef is not None:
+        if not hasattr(config, "router_aux_loss_coef"):
+            raise ConfigError(f"moe_aux_loss_coef: {type(config).__name__} has no router loss; remove the setting")
+        # The model then reports the router's loss as `output.aux_loss`, for the strategy to add with this factor.
+        config.router_aux_loss_coef = args.moe_aux_loss_coef
+        config.output_router_logits = True
+    if auto_class is not AutoModelForCausalLM:
+        config.num_labels = args.num_labels
+        # The token classifiers of transformers drop 10% of the features by default: noise in every value.
+        config.classifier_dropout = 0.0
+    # The model's weights are drawn from the current seed, and drawing them moves nobody else's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        if args.random_init:
+            inner = _initialise(auto_class, config, args)
+        else:
+            inner = _load_weights(auto_class, config, args, new_head=new_head)
+        if inner.config.pad_token_id is None:
+            inner.config.pad_token_id = tokenizer.pad_token_id
+        model = add_lora(inner, args, is_trainable=is_trainable)
+    if not is_trainable:
+        return model.requires_grad_(False).eval()
+    if frozen:
+        freeze_by_prefix(model, frozen)
+    _prepare_training(base_model(model), args)
+    logger.info("%s: %s", type(inner).__name__, trainable_summary(model))
+    return model.train()
+
+
+def _prepare_training(model: PreTrainedModel, args: ModelSettings) -> None:
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        # generate() goes by this one, and save_hf_checkpoint writes it back into the config of the saved model.
+        generation_config.use_cache = getattr(model.config, "use_cache", True)
+    model.config.use_cache = False
+    if not args.disable_gradient_checkpointing:
+        reentrant = bool(args.gradient_checkpointing_use_reentrant)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if not reentrant:
+            model.disable_input_require_grads()  # only the reentrant kind needs inputs that require gradients
+    dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key and _is_positive(value)}
+    if dropout:
+        logger.warning(
+            "the config of %s has dropout (%s): log-probs in training will differ from those of inference. Set it to 0"
+            " in model_config_kwargs unless that is what you want.",
+            type(model).__name__,
+            ", ".join(f"{key}={value}" for key, value in dropout.items()),
+        )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, float) and value > 0
+
+
+def _load_config(args: ModelSettings) -> PreTrainedConfig:
+    source, folder = _locate(args.model_name_or_path)
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ConfigError(_no_model(folder, "config.json"))
+    try:
+        loaded: Any = AutoConfig.from_pretrained(
+            source, trust_remote_code=_trusts(args), return_unused_kwargs=True, **args.model_config_kwargs
+        )
+    except (OSError, ValueError) as error:
+        raise _unavailable("config", source, folder, error) from error
+    config, unused = loaded
+    for key in args.model_config_kwargs:
+        if key in unused:
+            near = difflib.get_close_matches(key, config.to_dict(), n=3)
+            raise ConfigError(
+                f"model_config_kwargs: {type(config).__name__} has no field {key!r}"
+                + (f"; nearest: {', '.join(near)}" if near else "")
+            )
+    return config
+
+
+def _initialise(auto_class: Any, config: PreTrainedConfig, args: ModelSettings) -> PreTrainedModel:
+    model = auto_class.from_config(
+        config,
+        dtype=torch.float32,
+        attn_implementation=_attention(args.attn_implementation),
+        trust_remote_code=_trusts(args),
+    )
+    # Drawn in float32 and rounded, so that the same seed gives the same model in every dtype. Only parameters: the
+    # buffers of rotary embeddings stay in float32, as they do after from_pretrained.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(_dtype(args.dtype))
+    model.config.dtype = _dtype(args.dtype)
+    # These weights lie in no folder: what is saved from here must not point to the one that gave the config.
+    model.name_or_path = model.config.name_or_path = ""
+    return model
+
+
+def _load_weights(auto_class: Any, config: PreTrainedConfig, args: ModelSettings, *, new_head: bool) -> PreTrainedModel:
+    source, folder = _locate(args.model_name_or_path)
+    if folder is not None and not any(True for pattern in _WEIGHT_PATTERNS for _ in folder.glob(pattern)):
+        raise ConfigError(_no_model(folder, "weights (model*.safetensors)"))
+    try:
+        model, report = auto_class.from_pretrained(
+            source,
+            config=config,
+            dtype=_dtype(args.dtype),
+            attn_implementation=_attention(args.attn_implementation),
+            trust_remote_code=_trusts(args),
+            ignore_mismatched_sizes=True,  # reported below, with both shapes
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise _unavailable("weights", source, folder, error) from error
+    if report["mismatched_keys"]:
+        lines = [
+            f"  {name}: saved {tuple(saved)}, the config says {tuple(ours)}"
+            for name, saved, ours in sorted(report["mismatched_keys"])
+        ]
+        raise ConfigError(
+            f"model_name_or_path: weights of {source} do not have the shapes of the config (model_config_kwargs and"
+            " num_labels included):\n" + "\n".join(lines[:20])
+        )
+    missing = sorted(report["missing_keys"])
+    head = [name for name in missing if not name.startswith(f"{model.base_model_prefix}.")]
+    if missing and not (new_head and missing == head):
+        raise ConfigError(
+            f"model_name_or_path: {source} lacks weights that {type(model).__name__} needs: {', '.join(missing[:10])}"
+            f"{' ...' if len(missing) > 10 else ''}. It holds another kind of model, or is incomplete."
+        )
+    if missing:
+        logger.info("%s is new in %s: initialised from the current seed", ", ".join(head), type(model).__name__)
+    return model
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype: one of {', '.join(_DTYPES)} is expected, got {name!r}")
+    return _DTYPES[name]
+
+
+def _attention(name: str | None) -> str | None:
+    """transformers' name of an attention implementation; None lets transformers choose."""
+    if name in (None, "auto"):
+        return None
+    if name in ("fa2", "flash_attention_2"):
+        if not is_flash_attn_2_available():
+            raise MissingDependencyError(
+                f"attn_implementation: {name} needs a CUDA device and the package flash-attn (pip install flash-attn"
+                " --no-build-isolation); `attn_implementation: sdpa` works everywhere"
+            )
+        return "flash_attention_2"
+    return name
+
+
+def _trusts(args: ModelSettings) -> bool:
+    return bool(getattr(args, "trust_remote_code", False))
+
+
+def _locate(name: str | None) -> tuple[str, Path | None]:
+    """What `from_pretrained` should be given, and the folder if it is a local one."""
+    if not name:
+        raise ConfigError("model_name_or_path is not set: give a local folder or the name of a Hugging Face model")
+    path = Path(name).expanduser().absolute()
+    if path.is_dir():
+        return str(path), path
+    if path.is_file():
+        raise ConfigError(f"model_name_or_path: {name} is a file; give the folder that holds config.json and weights")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model_name_or_path: the folder {path} does not exist")
+    return name, None
+
+
+def _listing(folder: Path) -> str:
+    return ", ".join(sorted(path.name for path in folder.iterdir())[:20]) or "nothing"
+
+
+def _no_model(folder: Path, what: str) -> str:
+    if (folder / ADAPTER_CONFIG).is_file():
+        fix = "It holds a LoRA adapter: give it as adapter_name_or_path, and its base model as model_name_or_path."
+    else:
+        fix = "`random_init: true` draws random weights for the architecture in config.json."
+    return f"model_name_or_path: {folder} has no {what} (found: {_listing(folder)}). {fix}"
+
+
+def _unavailable(what: str, source: str, folder: Path | None, error: Exception) -> ConfigError:
+    if folder is not None:
+        return ConfigError(f"model_name_or_path: the {what} in {folder} could not be read: {error}")
+    if is_offline_mode():
+        hint = "HF_HUB_OFFLINE is set, so only the local cache was searched"
+    else:
+        hint = "without a network, set HF_HUB_OFFLINE=1 to use what is in the local cache, or give a local folder"
+    return ConfigError(
+        f"model_name_or_path: there is no folder {source!r} here, and the {what} of the Hugging Face model of that name"
+        f" could not be fetched ({hint}): {error}"
+    )

@@ -1,0 +1,318 @@
+"""Configuration of learning from environments that a model acts in over several turns."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from roll.configs.base_config import PPOConfig, RouterArguments
+from roll.configs.config_model import (
+    LATE,
+    UNUSED_IN_ROLL,
+    AtLeastOne,
+    AtLeastZero,
+    ConfigModel,
+    Fraction,
+    Late,
+    NoEffect,
+    NonNegative,
+    Number,
+    Positive,
+    Whole,
+)
+from roll.configs.generating_args import GeneratingArguments
+from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
+from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
+
+NormType = Literal["batch", "group"] | None
+
+
+class RewardNormalizationConfig(ConfigModel):
+    """How the scores of trajectories are made comparable."""
+
+    grouping: str = "batch"
+    """Column whose equal values form a group (`traj_group_id`, `tags` ...), or `batch` for one group of all."""
+
+    method: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
+    """Older way to choose the two types below: none, the mean only, or both; `asym_clip` is `mean_std`."""
+
+    norm_mean_type: NormType = None
+    """Over what the mean is taken that is subtracted; follows `method` unless it is written down, null included."""
+
+    norm_std_type: NormType = None
+    """Over what the standard deviation is taken that is divided by; follows `method` unless it is written down."""
+
+    global_scale_factor: Annotated[Number | None, UNUSED_IN_ROLL] = None
+    """Factor on all rewards."""
+
+    global_shift_value: Annotated[Number | None, UNUSED_IN_ROLL] = None
+    """Shift of all rewards."""
+
+    @model_validator(mode="after")
+    def _types_from_method(self) -> Self:
+        scope = "batch" if self.grouping == "batch" else "group"
+        if "norm_mean_type" not in self.model_fields_set and self.method != "identity":
+            self.settle(norm_mean_type=scope)
+        if "norm_std_type" not in self.model_fields_set and self.method in ("mean_std", "asym_clip"):
+            self.settle(norm_std_type=scope)
+        return self
+
+
+class LLMProxyConfig(ConfigModel):
+    """Who answers in an environment."""
+
+    proxy_type: str = "policy"
+    """The policy under training (`policy`), a service (`openai`), or random actions (`random`)."""
+
+    proxy_config: dict[str, Any] = Field(default_factory=dict)
+    """Options of the proxy."""
+
+
+class EnvMonitorConfig(ConfigModel):
+    """Watches for environments that no longer answer."""
+
+    enable: bool = True
+    """Watch."""
+
+    monitor_interval: Positive = 30
+    """Seconds between two looks."""
+
+    hung_timeout: Positive = 3600
+    """Seconds without a sign of life after which an environment is reported."""
+
+
+class RewardConfig(WorkerConfig):
+    """A judge that environments may ask."""
+
+    llm_proxy: LLMProxyConfig = Field(default_factory=LLMProxyConfig)
+    """Who judges."""
+
+
+class EnvManagerConfig(WorkerConfig):
+    """A set of environments: groups of equal ones, spread over workers."""
+
+    llm_proxy: LLMProxyConfig = Field(default_factory=LLMProxyConfig)
+    """Who answers in the environments."""
+
+    num_env_groups: AtLeastOne = 128
+    """Groups of environments; those of one group start from the same seed."""
+
+    group_size: AtLeastOne = 1
+    """Trajectories of a group that are trained on."""
+
+    group_size_redundancy: AtLeastZero = 0
+    """Further trajectories of a group, so that slow ones need not be waited for."""
+
+    tags: list[str] = Field(default_factory=lambda: ["SimpleSokoban"])
+    """Kinds of environments, by their names in `custom_envs`."""
+
+    num_groups_partition: Annotated[list[AtLeastZero], Late] = LATE
+    """Groups of each tag; an equal share for each if left out."""
+
+    max_traj_per_env: Whole = -1
+    """Trajectories that an environment may give per pipeline step; -1 is as many as the batch needs."""
+
+    format_penalty: Annotated[Number, NoEffect("environments have their own")] = 0
+    """Penalty for a malformed answer."""
+
+    worker_cls: Any = "roll.pipeline.agentic.environment_worker.EnvironmentWorker"
+    """Class of the workers, or its dotted path."""
+
+    max_env_num_per_worker: Whole = 0
+    """Environments of one worker; 0 puts all into one."""
+
+    group_filter_cls: str = "roll.pipeline.agentic.agentic_pipeline.GroupFilter"
+    """Dotted path of the class that may drop a finished group."""
+
+    @model_validator(mode="after")
+    def _settle_groups(self) -> Self:
+        if self.num_groups_partition is None:
+            share, rest = divmod(self.num_env_groups, max(len(self.tags), 1))
+            self.settle(num_groups_partition=[share + (index < rest) for index in range(len(self.tags))])
+        problems = []
+        if len(self.num_groups_partition) != len(self.tags):
+            expected = f"one number for each of the {len(self.tags)} tags"
+            problems.append(wrong("num_groups_partition", self.num_groups_partition, expected))
+        elif sum(self.num_groups_partition) != self.num_env_groups:
+            expected = (
+                f"numbers that add up to num_env_groups = {self.num_env_groups}, not {sum(self.num_groups_partition)}"
+            )
+            problems.append(wrong("num_groups_partition", self.num_groups_partition, expected))
+        if problems:
+            raise ConfigProblems(problems)
+        per_worker = self.max_env_num_per_worker if self.max_env_num_per_worker > 0 else self.num_envs
+        self.settle(max_env_num_per_worker=per_worker, world_size=math.ceil(self.num_envs / per_worker))
+        return self
+
+    @property
+    def final_group_size(self) -> int:
+        """Environments of a group, those that may be left behind included."""
+        return self.group_size + self.group_size_redundancy
+
+    @property
+    def num_envs(self) -> int:
+        return self.num_env_groups * self.final_group_size
+
+
+class AgenticConfig(PPOConfig):
+    """Environments, how trajectories are scored, and what of them is trained on."""
+
+    pipeline: Literal["agentic"] = "agentic"
+    """Which pipeline this config is for."""
+
+    custom_envs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Environments by tag: `env_type`, `env_manager_cls`, `max_steps`, templates and the environment's own options."""
+
+    train_env_manager: EnvManagerConfig = Field(default_factory=EnvManagerConfig)
+    """Environments of the training."""
+
+    val_env_manager: EnvManagerConfig = Field(default_factory=EnvManagerConfig)
+    """Environments of the validation."""
+
+    render_save_dir: Annotated[str | None, UNUSED_IN_ROLL] = None
+    """Folder of rendered frames."""
+
+    reward: RewardConfig | None = None  # pyrefly: ignore[bad-override]  (narrower than in PPOConfig, and frozen)
+    """A judge that environments may ask."""
+
+    reward_normalization: RewardNormalizationConfig = Field(default_factory=RewardNormalizationConfig)
+    """How scores are made comparable."""
+
+    env_monitor: EnvMonitorConfig = Field(default_factory=EnvMonitorConfig)
+    """Watches for environments that no longer answer."""
+
+    dirty_data_mask: Annotated[bool, UNUSED_IN_ROLL] = False
+    """Mask dirty data."""
+
+    open_feedback_turn: Annotated[bool, UNUSED_IN_ROLL] = False
+    """Give feedback after a turn."""
+
+    use_token_reward: Annotated[bool, UNUSED_IN_ROLL] = False
+    """Use rewards per token."""
+
+    batch_adjust_mode: Literal["copy", "delete", "auto", "random_sample"] = "copy"
+    """What happens to rows that do not fill an optimizer step, where their number is known only after generation."""
+
+    episode_reward_weight: NonNegative = 1.0
+    """Weight of the episode's score in GiGPO."""
+
+    step_reward_weight: NonNegative = 1.0
+    """Weight of the step's score in GiGPO."""
+
+    step_reward_gamma: Fraction = 0.95
+    """Discount of a step's score per turn."""
+
+    ratio_type: Literal["token", "segment", "seq"] = "token"
+    """Tokens that share one probability ratio: each alone, those of a turn, or all of a row."""
+
+    exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"
+    """Mode of a sandbox."""
+
+    partial_gpu_mode: bool = True
+    """Let training take some of the GPUs of generation for the time it needs them."""
+
+    parse_tool_call_parameter_to_dict: bool = False
+    """Parse the parameters of tool calls before the chat template sees them."""
+
+    skip_mock_system_prompt: bool = False
+    """Do not let the chat template add its own system prompt."""
+
+    default_worker_cls: ClassVar[dict[str, str]] = {
+        "actor_train": "roll.pipeline.agentic.agentic_actor_worker.ActorWorker",
+        "actor_infer": "roll.pipeline.base_worker.InferWorker",
+        "reference": "roll.pipeline.base_worker.ActorWorker",
+        "critic": "roll.pipeline.base_worker.CriticWorker",
+    }
+
+    def _settle_roles(self) -> None:
+        given = self.actor_infer.generating_args or self.train_env_manager.generating_args
+        if given is not None:
+            self._change_role("actor_infer", generating_args=given)
+        super()._settle_roles()
+        sampling = self.actor_infer.generating_args or GeneratingArguments()
+        for name, batch_size in (("train_env", self.rollout_batch_size), ("val_env", self.val_batch_size)):
+            role = self.all_roles()[name]
+            path = role.model_args.model_name_or_path or self.pretrain
+            self._change_role(
+                name,
+                generating_args=sampling,
+                model_args=role.model_args.model_copy(update={"model_name_or_path": path}),
+                max_traj_per_env=self._trajectories_per_env(name, batch_size),
+            )
+        if self.router_args is None:
+            router = RouterArguments(router_name="EnvAffinityRouter", max_running_requests=self.max_running_requests)
+            self.settle(router_args=router)
+
+    def _trajectories_per_env(self, name: str, batch_size: int) -> int:
+        manager = self.train_env_manager if name == "train_env" else self.val_env_manager
+        if name == "val_env" and batch_size < 0:
+            return sys.maxsize
+        needed = math.ceil(batch_size / (manager.num_env_groups * manager.group_size))
+        is_async = name == "train_env" and self.async_pipeline
+        return needed if is_async or manager.max_traj_per_env < 0 else manager.max_traj_per_env
+
+    def _problems(self) -> list[Problem]:
+        problems = super()._problems() + self._env_problems("train_env_manager", "rollout_batch_size")
+        if not self.rows_are_turns:
+            for plan in self.batch_plans().values():
+                problems += plan.problems("rollout_batch_size", multiple_of=self.train_env_manager.group_size)
+        if self.eval_steps > 0:
+            problems += self._env_problems("val_env_manager", "val_batch_size")
+        # A batch that misses two conditions is reported once, by the values that meet both.
+        return list({problem.key: problem for problem in problems}.values())
+
+    def _env_problems(self, key: str, batch_key: str) -> list[Problem]:
+        manager: EnvManagerConfig = getattr(self, key)
+        batch_size = getattr(self, batch_key)
+        num_envs = manager.num_env_groups * manager.group_size
+        problems = []
+        divisor = manager.group_size if key == "train_env_manager" else num_envs
+        if batch_size > 0 and batch_size % divisor:
+            low, high = nearest_multiples(batch_size, divisor)
+            what = f"{key}.group_size" if divisor == manager.group_size else f"the environments of {key}"
+            problems.append(wrong(batch_key, batch_size, f"a multiple of {divisor}, {what}", f"use {low} or {high}"))
+        elif batch_size > manager.max_traj_per_env * num_envs:
+            expected = f"at least {math.ceil(batch_size / num_envs)}, for {batch_key} = {batch_size} on {num_envs} environments"
+            problems.append(wrong(f"{key}.max_traj_per_env", manager.max_traj_per_env, expected, "-1 is always enough"))
+        if batch_size == 0:
+            problems.append(wrong(batch_key, 0, "a positive number, or -1 to run all environments"))
+        if self.custom_envs:
+            for tag in [tag for tag in manager.tags if tag not in self.custom_envs]:
+                guess = did_you_mean(tag, self.custom_envs)
+                expected = "names of custom_envs: " + ", ".join(self.custom_envs)
+                problems.append(wrong(f"{key}.tags", tag, expected, guess))
+        return problems
+
+    def all_roles(self) -> dict[str, WorkerConfig]:
+        return {**super().all_roles(), "train_env": self.train_env_manager, "val_env": self.val_env_manager}
+
+    def key_of(self, role_name: str) -> str:
+        return {"train_env": "train_env_manager", "val_env": "val_env_manager"}.get(role_name, role_name)
+
+    def active_roles(self) -> dict[str, WorkerConfig]:
+        roles = super().active_roles()
+        if self.eval_steps <= 0:
+            del roles["val_env"]
+        return roles
+
+    def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
+        strategies = super().allowed_strategies()
+        if self.reward is not None and self.reward.holds_model:
+            strategies["reward"] = (*INFER_STRATEGIES, "vllm")
+        return strategies
+
+    def missing_for_training(self) -> list[Problem]:
+        problems = super().missing_for_training()
+        if not self.custom_envs:
+            problems.append(Problem("custom_envs", "missing; define the environments that the tags name"))
+        return problems
+
+    @property
+    def rows_are_turns(self) -> bool:
+        """True for the estimators that need it, and for environment managers that make a row of each turn."""
+        managers = [self.custom_envs.get(tag, {}).get("env_manager_cls") for tag in self.train_env_manager.tags]
+        by_step = any(manager is not None and "step" in str(manager).lower() for manager in managers)
+        return by_step or self.adv_estimator in ("gigpo", "step_reinforce")

@@ -1,0 +1,268 @@
+"""The workers that hold a model, shared by the pipelines. Here: what turns a model's output into a loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from roll.algorithms.policy_loss import PolicyLoss, policy_loss
+from roll.algorithms.value_loss import value_loss
+from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.protocol import DataProto
+from roll.ops.linear_logits import LinearLogits
+from roll.ops.log_probs import next_token_log_probs
+from roll.pipeline.loss_io import (
+    RATIO_TYPES,
+    LossCounts,
+    Metrics,
+    loss_counts,
+    loss_mask,
+    optional_column,
+    policy_metrics,
+    report,
+    surrogate_of,
+)
+from roll.utils.columns import column
+from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
+
+ModelOutput = Tensor | LinearLogits
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """The columns that a policy loss is made of, each (B, T), and the counts that it is divided by."""
+
+    log_probs_BT: Tensor
+    old_log_probs_BT: Tensor
+    advantages_BT: Tensor
+    mask_BT: Tensor
+    ref_log_probs_BT: Tensor | None
+    entropy_BT: Tensor | None
+    counts: LossCounts
+
+
+@dataclass(frozen=True)
+class LossCorrection:
+    """What train/infer correction does to a policy loss: None for what is off; metrics are 0-d tensors."""
+
+    is_weight_BT: Tensor | None
+    keep_BT: Tensor | None
+    metrics: dict[str, Tensor]
+
+
+class ActorWorker(Worker):
+    """A policy that is trained or scored.
+
+    It computes its loss without a cluster, and without a strategy, too:
+
+        worker = ActorWorker(worker_config)
+        worker.pipeline_config = config       # any object with the fields that the loss reads
+        loss, metrics = worker.loss_func(data, logits)
+    """
+
+    # Logits are divided by this before log-probabilities are taken, here and in the strategies.
+    log_prob_temperature: float = 1.0
+
+    def __init__(self, worker_config: Any) -> None:
+        super().__init__(worker_config)
+        # Old log-probabilities of response tokens by sample_uuid, for one training step.
+        self._old_log_probs_cache: dict[str, Tensor] = {}
+
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
+        """PPO on the tokens of `response_mask`, with a ratio for every token. Returns (loss, metrics).
+
+        Args:
+            data: `input_ids`, `response_mask` (B, S); `advantages` (B, S-1); `old_log_probs` (B, S-1), see
+                `get_old_log_probs_with_cache`; `ref_log_probs` (B, S-1) if the KL loss is on, for its metric otherwise.
+            output_tensor: the model's logits (B, S, V), or hidden states with the head as `LinearLogits`.
+        """
+        terms = self.policy_terms(data, output_tensor)
+        loss = self.policy_loss(terms, ratio_type="token")
+        return loss.total, report(self.policy_metrics(loss, terms), loss.mask_BT)
+
+    # -- parts of a policy loss --------------------------------------------------------------------------------------
+
+    def policy_terms(self, data: DataProto, output_tensor: ModelOutput, mask_key: str = "response_mask") -> PolicyTerms:
+        """Gather what the loss needs. `mask_key` names the tokens that take part: (B, S) `response_mask`, or a column
+        (B, S-1) that selects among them."""
+        config = self.pipeline_config
+        mask_BT = loss_mask(data, mask_key)
+        log_probs_BT, entropy_BT = self.score(data, output_tensor, mask_BT, with_entropy=config.entropy_loss_coef != 0)
+        if config.use_kl_loss:
+            column(data, "ref_log_probs", "use_kl_loss")
+        return PolicyTerms(
+            log_probs_BT=log_probs_BT,
+            old_log_probs_BT=self.get_old_log_probs_with_cache(data, log_probs_BT, mask_BT),
+            advantages_BT=column(data, "advantages", "the policy loss"),
+            mask_BT=mask_BT,
+            ref_log_probs_BT=optional_column(data, "ref_log_probs"),
+            entropy_BT=entropy_BT,
+            counts=loss_counts(data, mask_key, mask_BT, config),
+        )
+
+    def score(
+        self, data: DataProto, output_tensor: ModelOutput, mask_BT: Tensor, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(log-probabilities of the next tokens, their entropy), each (B, S-1) and exactly 0 where `mask_BT` is."""
+        mask_BS = F.pad(mask_BT, (1, 0))
+        if self.strategy is None:
+            return next_token_log_probs(
+                output_tensor,
+                data["input_ids"],
+                mask_BS,
+                temperature=self.log_prob_temperature,
+                with_entropy=with_entropy,
+            )
+        log_probs_BT = self.strategy.op_compute_log_probs(
+            logits=output_tensor, input_ids=data["input_ids"], attention_mask=mask_BS
+        )
+        if not with_entropy:
+            return log_probs_BT, None
+        return log_probs_BT, self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=mask_BS)
+
+    def policy_loss(self, terms: PolicyTerms, *, ratio_type: str, **options: Any) -> PolicyLoss:
+        """The loss that the configuration describes, with ROLL's names for `ratio_type`; `options` are further
+        arguments of `roll.algorithms.policy_loss.policy_loss`."""
+        config = self.pipeline_config
+        return policy_loss(
+            log_probs_BT=terms.log_probs_BT,
+            old_log_probs_BT=terms.old_log_probs_BT,
+            advantages_BT=terms.advantages_BT,
+            mask_BT=terms.mask_BT,
+            ref_log_probs_BT=terms.ref_log_probs_BT,
+            entropy_BT=terms.entropy_BT,
+            surrogate=surrogate_of(config, self.worker_config),
+            ratio_type=RATIO_TYPES.get(ratio_type, ratio_type),
+            agg_mode=config.loss_agg_mode,
+            kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+            entropy_coef=config.entropy_loss_coef,
+            **terms.counts,
+            **options,
+        )
+
+    def policy_metrics(self, loss: PolicyLoss, terms: PolicyTerms) -> dict[str, Tensor]:
+        """ROLL's metrics of the update, 0-d tensors; `report` turns them into floats."""
+        return policy_metrics(loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts)
+
+    def train_infer_correction(self, data: DataProto, terms: PolicyTerms) -> LossCorrection:
+        """Weights and filter of the loss against the gap to the inference engine.
+
+        When old log-probabilities are recomputed, the driver made both columns before the step
+        (`apply_train_infer_correction_to_batch`) and reported the metrics. Otherwise both are made here.
+        """
+        config = self.pipeline_config
+        cfg = config.train_infer_correction
+        has_filters = any(item.enabled for item in cfg.filters)
+        if config.enable_old_logprobs_recompute:
+            needed_by = "train_infer_correction (see apply_train_infer_correction_to_batch)"
+            weight_BT = column(data, IS_WEIGHT, needed_by) if cfg.is_weight.enabled else None
+            keep_BT = column(data, FILTER_MASK, needed_by) if has_filters else None
+            return LossCorrection(weight_BT, keep_BT, {})
+        if "infer_logprobs" not in data and not correction_enabled(cfg):
+            return LossCorrection(None, None, {})
+        correction = train_infer_correction(
+            cfg,
+            mask_BT=terms.mask_BT,
+            old_log_probs_BT=terms.old_log_probs_BT,
+            infer_log_probs_BT=column(data, "infer_logprobs", "train_infer_correction"),
+            num_tokens=terms.counts["num_tokens"],
+            num_sequences=terms.counts["num_sequences"],
+        )
+        return LossCorrection(
+            correction.weight_BT if cfg.is_weight.enabled else None,
+            correction.keep_BT if has_filters else None,
+            correction.metrics,
+        )
+
+    # -- old log-probabilities ---------------------------------------------------------------------------------------
+
+    def get_old_log_probs_with_cache(self, data: DataProto, log_probs: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """Log-probabilities of the policy before this training step, (B, S-1), without gradient.
+
+        With `enable_old_logprobs_recompute` they are the column `old_log_probs`. Otherwise the policy that a sample
+        meets first in the step counts as the old one: the current `log_probs` then, and, when there are more epochs,
+        what is kept of them under the row's `sample_uuid`. Rows without `sample_uuid` use the column if it has
+        numbers. A column of integers is a placeholder for log-probabilities that nobody computed, and is never used.
+
+        Kept are the values of the tokens under the mask, so later epochs may see the row in a batch of another width.
+        """
+        config = self.pipeline_config
+        given = optional_column(data, "old_log_probs")
+        is_placeholder = given is None or not given.is_floating_point()
+        if config.enable_old_logprobs_recompute:
+            if is_placeholder:
+                found = "no such column" if given is None else f"{given.dtype}, a placeholder"
+                raise KeyError(
+                    f"enable_old_logprobs_recompute needs the column 'old_log_probs' as floats; found {found}"
+                )
+            return given
+        if "sample_uuid" in data:
+            mask_BT = loss_mask(data, "response_mask") if mask_BT is None else mask_BT
+            return self._first_log_probs(data["sample_uuid"], log_probs.detach(), mask_BT)
+        if not is_placeholder:
+            return given
+        if config.ppo_epochs > 1:
+            raise KeyError(
+                f"ppo_epochs={config.ppo_epochs} needs the old log-probabilities of the first epoch: give the batch "
+                "the column 'old_log_probs' (enable_old_logprobs_recompute), or 'sample_uuid' to remember them by"
+            )
+        return log_probs.detach()
+
+    def clear_old_log_probs_cache(self) -> None:
+        """Forget the old log-probabilities: the next training step starts with a new old policy."""
+        self._old_log_probs_cache.clear()
+
+    def _first_log_probs(self, uuids: Any, log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        cache = self._old_log_probs_cache
+        if self.pipeline_config.ppo_epochs <= 1:
+            return log_probs_BT
+        hits = [uuid in cache for uuid in uuids]
+        lengths = mask_BT.sum(-1).tolist()
+        for uuid, hit, length in zip(uuids, hits, lengths, strict=True):
+            if hit and len(cache[uuid]) != length:
+                raise ValueError(
+                    f"sample {uuid!r} has {length} response tokens, but had {len(cache[uuid])} when its old "
+                    "log-probabilities were kept; is sample_uuid unique, and was the cache cleared between steps?"
+                )
+        if not all(hits):
+            rows = log_probs_BT[mask_BT].cpu().split(lengths)
+            cache.update({uuid: row for uuid, row, hit in zip(uuids, rows, hits, strict=True) if not hit})
+        if not any(hits):
+            return log_probs_BT
+        # In row-major order, the order of the rows' values one after the other.
+        known_BT = mask_BT & torch.tensor(hits, device=mask_BT.device).unsqueeze(-1)
+        known = torch.cat([cache[uuid] for uuid, hit in zip(uuids, hits, strict=True) if hit])
+        return log_probs_BT.masked_scatter(known_BT, known.to(log_probs_BT))
+
+
+class CriticWorker(Worker):
+    """A value function that is trained or asked for values."""
+
+    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, Metrics]:
+        """Squared error to `returns`, clipped around the old `values` when `value_clip` is set; both (B, S-1)."""
+        mask_BT = loss_mask(data, "response_mask")
+        result = value_loss(
+            values_BT=self.predicted_values(output_tensor),
+            returns_BT=column(data, "returns", "the value loss"),
+            mask_BT=mask_BT,
+            old_values_BT=optional_column(data, "values"),
+            clip=self.pipeline_config.value_clip,
+            **loss_counts(data, "response_mask", mask_BT, self.pipeline_config),
+        )
+        metrics = {
+            "critic/loss@sum": result.loss,
+            "critic/error@sum": result.error,
+            "critic/clipfrac@sum": result.clip_fraction,
+            "critic/vpred@sum": result.prediction,
+        }
+        if result.old_prediction is not None:
+            metrics["critic/value@sum"] = result.old_prediction
+        return result.loss, report(metrics, mask_BT)
+
+    @staticmethod
+    def predicted_values(output_tensor: Tensor) -> Tensor:
+        """(B, S-1) from the value head's (B, S, 1) or (B, S): column t is the value before token t+1."""
+        values_BS = output_tensor.squeeze(-1) if output_tensor.ndim == 3 else output_tensor
+        return values_BS[:, :-1]

@@ -1,0 +1,137 @@
+"""What a worker's loss reads from a batch besides its columns, and the metrics that it reports."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from roll.algorithms.aggregation import Count, count_sequences, count_tokens
+from roll.algorithms.policy_loss import (
+    CISPO,
+    TOPR,
+    KimiK15,
+    PolicyLoss,
+    PPOClip,
+    Reinforce,
+    Surrogate,
+    TruncatedIS,
+    policy_statistics,
+)
+from roll.distributed.scheduler.protocol import DataProto
+from roll.utils.scalars import to_floats
+
+Metrics = dict[str, float]
+
+# Names that configurations use, where they differ from those of `roll.algorithms.policy_loss`.
+RATIO_TYPES = {"seq": "sequence"}
+
+
+class LossCounts(TypedDict):
+    """The denominators of a loss, under the names of `aggregate_loss`'s arguments."""
+
+    num_tokens: Count
+    num_sequences: Count
+    norm_factor: Count | None
+
+
+def optional_column(data: DataProto, key: str) -> Any:
+    """The column `key`, or None."""
+    return data[key] if key in data else None  # noqa: SIM401, a DataProto is not a dict
+
+
+def loss_mask(data: DataProto, mask_key: str) -> Tensor:
+    """(B, T), bool: response tokens, and of these the ones that the column `mask_key`, (B, T), selects."""
+    mask_BT = data["response_mask"][:, 1:].bool()
+    return mask_BT if mask_key == "response_mask" else mask_BT & data[mask_key].bool()
+
+
+def loss_counts(data: DataProto, mask_key: str, mask_BT: Tensor, config: Any) -> LossCounts:
+    """The denominators of a loss over `mask_key`, whose (B, T) form is `mask_BT`; the constant of
+    `seq-mean-token-sum-norm` is `config.loss_norm_factor`, else the padded width of the step.
+
+    A strategy puts those of the whole optimizer step into `meta_info`. A batch without them is the whole step: it is
+    counted as it is.
+    """
+    meta = data.meta_info
+    tokens, sequences = meta.get("batch_num_tokens"), meta.get("global_valid_samples")
+    if tokens is None and sequences is None:
+        tokens, sequences = {mask_key: count_tokens(mask_BT)}, {mask_key: count_sequences(mask_BT)}
+    for name, counts in (("batch_num_tokens", tokens), ("global_valid_samples", sequences)):
+        if counts is None or mask_key not in counts:
+            raise KeyError(
+                f"meta_info[{name!r}] has no count for {mask_key!r} (it has {sorted(counts or ())}); "
+                f"add {mask_key!r} to meta_info['loss_mask_keys'] before the training step"
+            )
+    assert tokens is not None and sequences is not None
+    # Not a field of ROLL's configurations, so one written for them does not have it.
+    norm_factor = getattr(config, "loss_norm_factor", None)
+    if norm_factor is None:
+        norm_factor = meta.get("loss_norm_width")  # that of the whole step; micro-batches are trimmed to their own
+    return {"num_tokens": tokens[mask_key], "num_sequences": sequences[mask_key], "norm_factor": norm_factor}
+
+
+def clip_range(config: Any) -> tuple[float, float]:
+    """(low, high) of the ratio clip: `pg_clip_low`, `pg_clip_high` if `use_pg_clip_range`, else `pg_clip` for both."""
+    if config.use_pg_clip_range:
+        return config.pg_clip_low, config.pg_clip_high
+    if config.pg_clip is None:
+        raise ValueError("pg_clip is None; set it, or set use_pg_clip_range with pg_clip_low and pg_clip_high")
+    return config.pg_clip, config.pg_clip
+
+
+def dual_clip_constant(config: Any) -> float | None:
+    """c of the dual clip, None when it is off: `dual_clip_c` where the configuration sets it, else ROLL's
+    1 + 2 pg_clip (1 + 2 pg_clip_high for a clip range without `pg_clip`)."""
+    if not config.dual_clip_loss:
+        return None
+    # Not a field of ROLL's configurations, so one written for them does not have it.
+    constant = getattr(config, "dual_clip_c", None)
+    if constant is not None:
+        return constant
+    return 1 + 2 * (clip_range(config)[1] if config.pg_clip is None else config.pg_clip)
+
+
+def surrogate_of(pipeline_config: Any, worker_config: Any) -> Surrogate:
+    """The surrogate that `worker_config.pg_variant` names: PPO where it is None or not a field."""
+    variant = getattr(worker_config, "pg_variant", None) or "ppo"
+    if variant == "ppo":
+        low, high = clip_range(pipeline_config)
+        return PPOClip(clip_low=low, clip_high=high, dual_clip=dual_clip_constant(pipeline_config))
+    if variant == "vanilla":
+        return Reinforce()
+    if variant == "topr":
+        names = {"positive_weight": "topr_positive_weight", "negative_weight": "topr_negative_weight"}
+        return TOPR(**_given(worker_config, names))
+    if variant == "tis":
+        return TruncatedIS(**_given(worker_config, {"low": "tis_lower_bound", "high": "tis_upper_bound"}))
+    if variant == "cispo":
+        names = {"clip_low": "cispo_epsilon_low", "clip_high": "cispo_epsilon_high"}
+        return CISPO(**_given(worker_config, {**names, "drop_clipped": "cispo_use_unified_mask"}))
+    if variant == "kimi15":
+        return KimiK15(**_given(worker_config, {"tau": "kimi15_tau"}))
+    raise ValueError(f"unknown pg_variant {variant!r}; known: ppo, vanilla, tis, topr, cispo, kimi15")
+
+
+def _given(config: Any, fields: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments from those fields that the configuration has; ROLL reads these as options without declaring them."""
+    return {argument: getattr(config, name) for argument, name in fields.items() if hasattr(config, name)}
+
+
+def policy_metrics(loss: PolicyLoss, *, agg_mode: str, counts: LossCounts) -> dict[str, Tensor]:
+    """ROLL's metrics of a policy update. Without a reference the KL is reported as 0."""
+    statistics = policy_statistics(loss, agg_mode=agg_mode, **counts)
+    tags = {"ratio_max": "@max", "ratio_min": "@min"}
+    metrics = {f"actor/{name}{tags.get(name, '@sum')}": value for name, value in statistics.items()}
+    metrics["actor/pg_loss@sum"] = loss.pg
+    metrics["actor/kl_loss@sum"] = loss.pg.new_zeros(()) if loss.kl is None else loss.kl
+    metrics["actor/total_loss@sum"] = loss.total
+    if loss.entropy is not None:
+        metrics["actor/entropy@sum"] = loss.entropy
+    return metrics
+
+
+def report(metrics: Mapping[str, Tensor | float], mask: Tensor) -> Metrics:
+    """The metrics as floats. Extremes and means of nothing do not exist: they are left out when `mask` is empty."""
+    values = to_floats({**metrics, "valid": mask.sum()})
+    is_empty = values.pop("valid") == 0
+    return {key: value for key, value in values.items() if not (is_empty and key.endswith(("@max", "@min", "@mean")))}

@@ -1,0 +1,74 @@
+"""Which pipeline a config file is for. Needs no torch, so that files can be checked anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll.configs.compose import compose
+from roll.configs.loader import LoadedConfig, build_config, refuse_unsupported
+from roll.configs.pipeline_config import BaseConfig
+from roll.configs.problems import did_you_mean, show
+from roll.exceptions import ConfigError
+from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.dpo.dpo_config import DPOConfig
+from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+
+CONFIG_CLASSES: Mapping[str, type[BaseConfig]] = {"dpo": DPOConfig, "rlvr": RLVRConfig, "agentic": AgenticConfig}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> LoadedConfig:
+    """The config of a YAML file for any pipeline.
+
+    Args:
+        overrides: `key=value` texts, applied over the file.
+        warn: name the keys without effect in a `ConfigWarning`; they are in the result in any case.
+
+    Raises:
+        ConfigError: what is wrong with the file, one line per problem.
+    """
+    composition = compose(path, overrides)
+    refuse_unsupported(composition)
+    try:
+        name = detect_pipeline(composition.values)
+    except ConfigError as error:
+        raise ConfigError(f"{composition.path}: {error}") from None
+    return build_config(composition, CONFIG_CLASSES[name], warn=warn)
+
+
+def detect_pipeline(values: Mapping[str, Any]) -> str:
+    """The pipeline that composed values are for: by `pipeline`, by `pipeline_cls`, or by keys that only one has.
+
+    Raises:
+        ConfigError: there is no sign of any pipeline, or of more than one.
+    """
+    named = values.get("pipeline")
+    if named is not None:
+        if named not in CONFIG_CLASSES:
+            guess = did_you_mean(str(named), CONFIG_CLASSES)
+            names = ", ".join(CONFIG_CLASSES)
+            raise ConfigError(
+                f"pipeline: found {show(named)}, expected one of {names}" + (f"; {guess}" if guess else "")
+            )
+        return str(named)
+    path = str(values.get("pipeline_cls") or "").lower().split(".")
+    found = {name: [f"pipeline_cls: {values['pipeline_cls']}"] for name in CONFIG_CLASSES if name in path}
+    found = found or {
+        name: keys for name in CONFIG_CLASSES if (keys := [key for key in own_keys(name) if key in values])
+    }
+    if len(found) == 1:
+        return next(iter(found))
+    if not found:
+        looked_for = "; ".join(f"{name}: {', '.join(own_keys(name)[:6])} ..." for name in CONFIG_CLASSES)
+        raise ConfigError(
+            f"no key says which pipeline this is; add `pipeline: dpo`, rlvr or agentic (looked for {looked_for})"
+        )
+    signs = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in found.items())
+    raise ConfigError(f"keys of several pipelines ({signs}); remove those of the others, or name one with `pipeline:`")
+
+
+def own_keys(name: str) -> list[str]:
+    """Keys that only the pipeline `name` has."""
+    others = {key for other, cls in CONFIG_CLASSES.items() if other != name for key in cls.model_fields}
+    return [key for key in CONFIG_CLASSES[name].model_fields if key not in others]

@@ -1,0 +1,243 @@
+"""Saving a batch to a folder and reading it again."""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict
+
+from roll.distributed.scheduler import batch_files
+from roll.distributed.scheduler.protocol import DataProto
+from roll.exceptions import DataError
+
+
+def make() -> DataProto:
+    return DataProto.from_dict({"z": torch.arange(3), "a": torch.ones(3, 2)}, {"t": ["x", "y", "z"]}, {"step": 1})
+
+
+def test_the_folder_holds_safetensors_and_json(tmp_path):
+    make().save(tmp_path / "new" / "dump")
+    assert sorted(path.name for path in (tmp_path / "new" / "dump").iterdir()) == ["data.json", "tensors.safetensors"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["dump"]
+    assert load_file(tmp_path / "new" / "dump" / "tensors.safetensors")["z"].tolist() == [0, 1, 2]
+    document = json.loads((tmp_path / "new" / "dump" / "data.json").read_text())
+    assert document["rows"] == 3 and document["columns"] == ["z", "a"] and document["meta_info"] == {"step": 1}
+    assert document["non_tensor_batch"] == {"t": ["x", "y", "z"]}
+
+
+def test_columns_keep_their_order_and_take_a_string_path(tmp_path):
+    make().save(str(tmp_path / "dump"))
+    loaded = DataProto.load(str(tmp_path / "dump"))
+    assert list(loaded.batch.keys()) == ["z", "a"]
+    loaded["z"][0] = 9  # ordinary memory
+    assert DataProto.load(tmp_path / "dump")["z"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", sorted(batch_files._SAFETENSORS_DTYPES, key=str), ids=str)
+def test_every_dtype_and_empty_shape(tmp_path, dtype):
+    data = DataProto.from_dict({"x": torch.tensor([[0.0], [1.0]]).to(dtype), "none": torch.empty(2, 0).to(dtype)})
+    data.save(tmp_path / "a")
+    data[:0].save(tmp_path / "b")
+    loaded = DataProto.load(tmp_path / "a")
+    assert loaded["x"].dtype == dtype and loaded["x"].float().tolist() == [[0], [1]]
+    assert loaded["none"].shape == (2, 0)
+    assert DataProto.load(tmp_path / "b")["x"].shape == (0, 1)
+
+
+def test_views_and_columns_on_the_same_memory(tmp_path):
+    base = torch.arange(12).view(3, 4)
+    data = DataProto.from_dict({"a": base, "b": base, "c": base[:, 1:3], "d": base.t().contiguous().t()})
+    data[1:].save(tmp_path / "dump")
+    loaded = DataProto.load(tmp_path / "dump")
+    for key in "abcd":
+        assert torch.equal(loaded[key], data[key][1:]), key
+    loaded["a"].zero_()
+    assert torch.equal(loaded["b"], base[1:])
+    assert (tmp_path / "dump" / "tensors.safetensors").stat().st_size < 2000
+
+
+def test_no_columns_no_rows_and_no_tensors(tmp_path):
+    for i, data in enumerate([DataProto(meta_info={"k": None}), DataProto(TensorDict({}, batch_size=[3]))]):
+        data.save(tmp_path / str(i))
+        loaded = DataProto.load(tmp_path / str(i))
+        assert len(loaded) == len(data) and (loaded.batch is None) == (data.batch is None)
+        assert loaded.meta_info == data.meta_info
+    DataProto.from_dict({}, {"t": ["a", "b"]}).save(tmp_path / "objects")
+    loaded = DataProto.load(tmp_path / "objects")
+    assert loaded.batch is None and loaded["t"].tolist() == ["a", "b"]
+
+
+def test_values_that_json_does_not_know(tmp_path):
+    meta = {
+        "float": [math.nan, math.inf, -math.inf, -0.0, 1e-300],
+        "int": 2**80,
+        "text": "\ud800 é \x00 $float",
+        "tuple": (1, (2,), []),
+        "keys": {1: "int", (2, "b"): "tuple", None: "none", "$float": "nan"},
+        "numpy": [
+            np.float32(0.1),
+            np.int8(-3),
+            np.bool_(True),
+            np.str_("é"),
+            np.float64("nan"),
+            np.datetime64("2024-01-02"),
+        ],
+        "arrays": [
+            np.arange(6, dtype=">i2").reshape(2, 3).T,
+            np.array(["ab", "c"]),
+            np.array([[None, "x"]], dtype=object),
+        ],
+        "tensor": torch.tensor([[1.5, math.nan]], dtype=torch.bfloat16),
+        "default": defaultdict(list, {"a": [1]}),
+    }
+    DataProto(meta_info=meta).save(tmp_path / "dump")
+    loaded = DataProto.load(tmp_path / "dump").meta_info
+    assert str(loaded["float"]) == str(meta["float"])
+    assert loaded["int"] == 2**80 and loaded["text"] == meta["text"] and loaded["tuple"] == meta["tuple"]
+    assert loaded["keys"] == {1: "int", (2, "b"): "tuple", None: "none", "$float": "nan"}
+    for new, old in zip(loaded["numpy"], meta["numpy"], strict=True):
+        assert type(new) is type(old) and new.tobytes() == old.tobytes()
+    for new, old in zip(loaded["arrays"], meta["arrays"], strict=True):
+        assert new.dtype == old.dtype and new.tolist() == old.tolist()
+    loaded["arrays"][0][0, 0] = 7  # writable
+    assert loaded["tensor"].dtype == torch.bfloat16 and loaded["tensor"][0, 0] == 1.5 and loaded["tensor"].isnan()[0, 1]
+    assert type(loaded["default"]) is dict and loaded["default"] == {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (
+            DataProto(meta_info={"a": {"b": [1, {2}]}}),
+            r"meta_info\['a'\]\['b'\]\[1\] is a builtins.set, which",
+        ),
+        (DataProto(meta_info={"f": print}), r"meta_info\['f'\] is a builtins.builtin_function_or_method"),
+        (DataProto(meta_info={"p": Path("x")}), r"meta_info\['p'\] is a pathlib.*Path"),
+        (DataProto(meta_info={"k": {b"x": 1}}), r"key b'x' of meta_info\['k'\] is a builtins.bytes"),
+        (DataProto(meta_info={"v": np.zeros(1, dtype="i4,f4")}), r"meta_info\['v'\] is a numpy.ndarray"),
+        (DataProto.from_dict({}, {"t": ["a", 1j]}), r"non_tensor_batch\['t'\], row 1 is a builtins.complex"),
+        (
+            DataProto.from_dict({"x": torch.ones(1, dtype=torch.complex128)}),
+            r"batch\['x'\] is a tensor of torch.complex128",
+        ),
+        (DataProto.from_dict({"x": torch.eye(2).to_sparse()}), r"batch\['x'\] is a Tensor, which .* expected dense"),
+        (
+            DataProto(TensorDict({"n": TensorDict({}, batch_size=[1])}, batch_size=[1])),
+            r"batch\['n'\] is a TensorDict, which cannot be saved",
+        ),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_leaves_no_file(tmp_path, data, message):
+    with pytest.raises(DataError, match=message):
+        data.save(tmp_path / "dump")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_replaces_an_earlier_one_and_nothing_else(tmp_path):
+    make().save(tmp_path / "dump")
+    make()[:1].save(tmp_path / "dump")
+    assert len(DataProto.load(tmp_path / "dump")) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["dump"]
+    (tmp_path / "empty").mkdir()
+    make().save(tmp_path / "empty")
+    assert len(DataProto.load(tmp_path / "empty")) == 3
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("...")
+    for name in ("precious", "precious/thesis.txt"):
+        with pytest.raises(DataError, match="exists and is not a saved DataProto"):
+            make().save(tmp_path / name)
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "..."
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_crash_while_writing_leaves_what_was_there(tmp_path, monkeypatch, earlier):
+    if earlier:
+        make().save(tmp_path / "dump")
+
+    def full_disk(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(batch_files.json, "dump", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        make()[:1].save(tmp_path / "dump")
+    assert [path.name for path in tmp_path.iterdir()] == (["dump"] if earlier else [])
+    if earlier:
+        assert len(DataProto.load(tmp_path / "dump")) == 3
+
+
+def test_the_earlier_save_comes_back_when_renaming_fails(tmp_path, monkeypatch):
+    make().save(tmp_path / "dump")
+    replace, calls = Path.replace, []
+
+    def fail_second(self, target):
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError("rename failed")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fail_second)
+    with pytest.raises(OSError, match="rename failed"):
+        make()[:1].save(tmp_path / "dump")
+    assert [path.name for path in tmp_path.iterdir()] == ["dump"]
+    assert len(DataProto.load(tmp_path / "dump")) == 3
+
+
+def edit(folder: Path, **changes: object) -> None:
+    document = json.loads((folder / "data.json").read_text())
+    (folder / "data.json").write_text(json.dumps(document | changes))
+
+
+def array(dtype: str, data: str = "AAAAAAAAAAA=") -> dict:
+    return {"x": {"$array": {"dtype": dtype, "shape": [1], "data": data}}}
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda f: (f / "data.json").unlink(), "data.json does not exist: .* is not a saved DataProto"),
+        (lambda f: (f / "data.json").write_text("{"), "cannot read .*data.json: Expecting"),
+        (lambda f: (f / "data.json").write_bytes(b"\xff\xfe"), "cannot read .*data.json"),
+        (lambda f: (f / "data.json").write_text("[]"), "data.json is not part of a saved DataProto"),
+        (lambda f: edit(f, format="other"), "data.json is not part of a saved DataProto"),
+        (lambda f: edit(f, version=2), "data.json has version 2; this program reads version 1"),
+        (lambda f: edit(f, rows="many"), "data.json is damaged: ValueError"),
+        (lambda f: edit(f, columns=5), "data.json is damaged: TypeError"),
+        (lambda f: edit(f, meta_info=[1]), "data.json is damaged: TypeError: meta_info is a list"),
+        (lambda f: edit(f, meta_info={"x": {"$what": 1}}), r"data.json is damaged: ValueError: unknown tag '\$what'"),
+        (lambda f: edit(f, meta_info=array("<f8", "AAA=")), "data.json is damaged: TypeError: buffer is too small"),
+        (lambda f: edit(f, meta_info=array("<f8", "?")), "data.json is damaged: Error"),
+        (lambda f: edit(f, meta_info=array("|O")), r"data.json is damaged: ValueError: an array of '\|O'"),
+        (
+            lambda f: edit(f, meta_info={"x": {"$tensor": {"dtype": "int64", "shape": [2], "data": "AAAAAAAAAAA="}}}),
+            "data.json is damaged: RuntimeError: shape",
+        ),
+        (
+            lambda f: edit(f, meta_info={"x": {"$tensor": {"dtype": "load", "shape": [1], "data": "AAAA"}}}),
+            "data.json is damaged: TypeError",
+        ),
+        (lambda f: edit(f, non_tensor_batch={"t": ["x"]}), r"columns with another number of rows than 3: {'t': 1}"),
+        (lambda f: edit(f, columns=["z"]), r"tensors.safetensors has columns and rows .* expects 3 rows of \['z'\]"),
+        (lambda f: edit(f, rows=4, non_tensor_batch={}), "expects 4 rows of"),
+        (lambda f: (f / "tensors.safetensors").unlink(), r"tensors.safetensors does not exist, but .*\['z', 'a'\]"),
+        (lambda f: (f / "tensors.safetensors").write_bytes(b"junk"), "cannot read .*tensors.safetensors"),
+        (
+            lambda f: (f / "tensors.safetensors").write_bytes((f / "tensors.safetensors").read_bytes()[:-3]),
+            "cannot read .*tensors.safetensors",
+        ),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, message):
+    make().save(tmp_path / "dump")
+    damage(tmp_path / "dump")
+    with pytest.raises(DataError, match=message):
+        DataProto.load(tmp_path / "dump")
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere/data.json does not exist: .*nowhere is not a saved DataProto"):
+        DataProto.load(tmp_path / "nowhere")

@@ -1,0 +1,21 @@
+import math
+
+import torch
+
+from roll.utils.scalars import to_floats
+
+
+def test_tensors_and_numbers_become_floats_in_order() -> None:
+    values = to_floats(
+        {"a": torch.tensor(2), "b": 3, "c": torch.tensor(0.1, requires_grad=True), "d": torch.tensor(True)}
+    )
+    assert list(values) == ["a", "b", "c", "d"]
+    assert values == {"a": 2.0, "b": 3.0, "c": torch.tensor(0.1).item(), "d": 1.0}
+    assert all(type(value) is float for value in values.values())
+
+
+def test_large_counts_and_non_finite_values_survive() -> None:
+    values = to_floats({"count": torch.tensor(2**24 + 1), "nan": torch.tensor(math.nan)})
+    assert values["count"] == 2**24 + 1 and math.isnan(values["nan"])
+    assert to_floats({}) == {}
+    assert to_floats({"x": 1}) == {"x": 1.0}
