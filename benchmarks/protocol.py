@@ -6,16 +6,22 @@ The batch is 512 rows of 8,192 tokens in five int64 columns (160 MiB). A time is
 turns with their baseline, so that a busy machine slows down both.
 """
 
+import importlib.util
 import pickle
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.scheduler.resource_manager import BackendChoice, ResourceManager
 
 ROWS, TOKENS, COLUMNS = 512, 8192, 5
 
@@ -59,7 +65,7 @@ def chunk_and_concat() -> list[Row]:
     batch = make_batch()
     tensors = [batch.batch[key] for key in batch.batch.keys()]
     rows = []
-    for pieces, limit in ((2, 3.0), (8, 3.0), (256, 3.0)):
+    for pieces, limit in ((2, 3.0), (8, 3.0), (256, None)):
         cost, torch_copy, numpy_copy = best_of(
             7,
             lambda pieces=pieces: DataProto.concat(batch.chunk(pieces)),
@@ -90,7 +96,68 @@ def pickle_round_trip() -> list[Row]:
     return [Row("pickle round trip", cost / bare, None, detail)]
 
 
-BENCHMARKS: list[Callable[[], list[Row]]] = [chunk_and_concat, pickle_round_trip]
+class EchoWorker(Worker):
+    """Gives back what it gets: all that is measured is the way there and back."""
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
+    def echo(self, data: DataProto) -> DataProto:
+        return data
+
+
+def echo_cluster(backend: BackendChoice, workers: int) -> Cluster:
+    cluster = Cluster("echo", EchoWorker, ResourceManager(backend=backend), SimpleNamespace(world_size=workers))
+    cluster.initialize(None)
+    return cluster
+
+
+def local_registered_call() -> list[Row]:
+    """What a call through the cluster costs beyond the method itself."""
+    calls = 200
+    batch = DataProto.from_dict({"input_ids": torch.zeros(8, 16, dtype=torch.int64)})
+    rows = []
+    for workers, limit in ((1, 100.0), (8, None)):
+        cluster = echo_cluster("local", workers)
+        through, direct = best_of(
+            7,
+            lambda cluster=cluster: [cluster.echo(batch) for _ in range(calls)],
+            lambda cluster=cluster: [worker.echo(batch) for worker in cluster.workers for _ in range(calls)],
+        )
+        microseconds = (through - direct) / calls * 1e6
+        detail = f"cluster.echo(batch) less {workers} x worker.echo(batch)"
+        rows.append(Row(f"local registered call, {workers} worker(s)", microseconds, limit, detail, unit="us"))
+    return rows
+
+
+def ray_round_trip() -> list[Row]:
+    """A registered call over two workers, against the least that Ray itself takes for the same arrays."""
+    if importlib.util.find_spec("ray") is None:
+        print("ray is not installed: the Ray round trip is left out (pip install 'roll-rl[ray]')", file=sys.stderr)
+        return []
+    import ray  # after the backend has started it
+
+    batch = make_batch()
+    arrays = {key: batch.batch[key].numpy() for key in batch.batch.keys()}
+    with echo_cluster("ray", workers=2) as cluster:
+        bare_echo = ray.remote(lambda arrays: {key: array.copy() for key, array in arrays.items()})
+
+        def bare() -> object:
+            return ray.get(bare_echo.remote(ray.put(arrays)))
+
+        def registered() -> object:
+            return cluster.echo(batch)
+
+        best_of(3, bare, registered)  # the first rounds pay for the pages of Ray's shared memory
+        cost, echo = best_of(15, registered, bare)
+    detail = f"{milliseconds(cost)}, 2 workers, joined and writable / bare put, task, get {milliseconds(echo)}"
+    return [Row("ray round trip", cost / echo, 2.5, detail)]
+
+
+BENCHMARKS: list[Callable[[], list[Row]]] = [
+    chunk_and_concat,
+    pickle_round_trip,
+    local_registered_call,
+    ray_round_trip,
+]
 
 
 def main() -> int:

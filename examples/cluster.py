@@ -1,7 +1,7 @@
 """A worker with two methods, in this process or on Ray: the output is the same for any backend and number of workers.
 
-    python examples/cluster.py
-    python examples/cluster.py --backend ray --workers 4
+python examples/cluster.py
+python examples/cluster.py --backend ray --workers 4
 """
 
 import argparse

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from roll.algorithms.policy_loss import PPOClip, policy_loss
-from roll.algorithms.rewards import normalize_rewards
+from roll.algorithms.rewards import group_index, normalize_rewards
 
 DIGITS, ARROW, END, VOCABULARY = range(10), 10, 11, 12  # token ids: ten digits, "<" after the question, end of answer
 LENGTH = 5  # digits in a string
@@ -141,7 +141,8 @@ def grpo_step(
     rewards_B = score(ids_BS)
     if shuffle_rewards:
         rewards_B = rewards_B[torch.randperm(len(rewards_B))]
-    advantages_B = normalize_rewards(rewards_B, mean="group", std="group", group_size=GROUP).rewards
+    groups_B = group_index(len(rewards_B), size=GROUP)
+    advantages_B = normalize_rewards(rewards_B, mean="group", std="group", groups=groups_B)
     mask_BT = response_mask(ids_BS)[:, 1:]
     old_BT = torch.zeros(mask_BT.shape)
     old_BT[:, PROMPT - 1 :] = sampled_BA

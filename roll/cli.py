@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich help pages take longer to import than to read
 )
 
-ConfigPath = Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.", show_default=False),
@@ -100,7 +100,7 @@ def _print_table(report: CheckReport) -> None:
 def main() -> None:
     """Entry point of the console script. Errors that users can correct end with their message and exit code 2."""
     try:
-        app()
+        app(prog_name="roll")
     except RollError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

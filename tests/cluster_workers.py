@@ -1,4 +1,4 @@
-"""Worker classes that the cluster tests share. They live in a module of their own so that Ray processes can import them."""
+"""Worker classes that the cluster tests share, in a module of their own so that Ray processes can import them."""
 
 import asyncio
 import ctypes
@@ -40,7 +40,9 @@ class EchoWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def double(self, data: DataProto) -> DataProto:
         rank_B = torch.full((len(data),), self.rank)
-        return DataProto.from_dict({"y": data.batch["x"] * 2, "rank": rank_B}, meta_info={"metrics": {"rank": self.rank}})
+        return DataProto.from_dict(
+            {"y": data.batch["x"] * 2, "rank": rank_B}, meta_info={"metrics": {"rank": self.rank}}
+        )
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
     def rows_seen(self, data: DataProto) -> list[list[int]]:
@@ -64,6 +66,21 @@ class EchoWorker(Worker):
 
     def plain(self, *values: object, **named: object) -> tuple[int, tuple[object, ...], dict[str, object]]:
         return self.rank, values, named
+
+    def lay_out(self, tp_size: int) -> None:
+        """Make the ranks a dp x tp grid, as a tensor parallel strategy does."""
+        self.rank_info = RankInfo(
+            world_size=self.world_size,
+            dp_size=self.world_size // tp_size,
+            tp_size=tp_size,
+            rank=self.rank,
+            dp_rank=self.rank // tp_size,
+            tp_rank=self.rank % tp_size,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
+    def rows_here(self, data: DataProto) -> tuple[int, object]:
+        return len(data), data.meta_info.get("step")
 
     def identity(self) -> dict[str, object]:
         return {
@@ -148,38 +165,13 @@ class AsyncWorker(Worker):
         return self.rank
 
 
-class GridWorker(Worker):
-    """Lays its ranks out as dp x tp in `initialize`, as a tensor parallel strategy does."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def initialize(self, pipeline_config: object) -> None:
-        super().initialize(pipeline_config)
-        tp = 2
-        self.rank_info = RankInfo(
-            world_size=self.world_size,
-            dp_size=self.world_size // tp,
-            tp_size=tp,
-            rank=self.rank,
-            dp_rank=self.rank // tp,
-            tp_rank=self.rank % tp,
-        )
-
-    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
-    def double(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict({"y": data.batch["x"] * 2})
-
-    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
-    def rows_here(self, data: DataProto) -> tuple[int, object]:
-        return len(data), data.meta_info.get("step")
-
-
-class SlowToInitialize(GridWorker):
+class SlowToInitialize(EchoWorker):
     """An async class: without care, a question about its ranks would overtake the initialize that settles them."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def initialize(self, pipeline_config: object) -> None:
         await asyncio.sleep(0.5)
-        super().initialize(pipeline_config)
+        self.lay_out(2)
 
 
 class FailsToInitialize(Worker):
@@ -191,8 +183,7 @@ class FailsToInitialize(Worker):
 class FailsToConstruct(Worker):
     def __init__(self, worker_config: object) -> None:
         super().__init__(worker_config=worker_config)
-        if self.rank == 1:
-            raise RuntimeError("rank 1 cannot be built")
+        raise RuntimeError("it cannot be built")
 
 
 class GroupWorker(Worker):

@@ -33,16 +33,22 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 class TensorWatch(TorchDispatchMode):
-    """Remembers the sizes of all tensors that come out of any operation inside the context, backward included."""
+    """Remembers every operation inside the context, backward included, and the sizes of the tensors that come out."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.operations: list[str] = []
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations.append(func.overloadpacket.__name__)
         self.sizes += [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         return result
+
+    @property
+    def num_products(self) -> int:
+        return sum(name in ("mm", "addmm", "addmm_") for name in self.operations)
 
     @property
     def largest(self) -> int:

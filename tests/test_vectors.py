@@ -71,9 +71,8 @@ def run_reward_postprocess(inputs: Json, config: Json) -> Json:
     before = dict(vars(settings))
     running = RunningMoments()
     running.load_state_dict(inputs.get("state_before", running.state_dict()))
-    ids = {"group_ids": values for key, values in inputs.items() if key in ("group_ids", "group_id", "groups", "uid")}
-    rewards = {"response_level_rewards": inputs["response_level_rewards"]}
-    data, metrics = reward_postprocess(batch_of(rewards | ids), settings, running)
+    columns = {key: inputs[key] for key in ("response_level_rewards", "group_id", "group_ids") if key in inputs}
+    data, metrics = reward_postprocess(batch_of(columns), settings, running)
     assert vars(settings) == before
     return {
         "response_level_rewards": data.batch["response_level_rewards"],

@@ -103,12 +103,12 @@ def segment_masked_mean(tensor: Tensor, mask: Tensor, keep: Tensor | None = None
     keeps nothing is 0. Differentiable: each kept entry receives 1/n of the gradient that reaches its run.
     Example: [[1, 3, 9, 5]] with mask [[1, 1, 0, 1]] -> [[2, 2, 0, 5]].
     """
-    mask_BT = mask.bool()
-    keep_BT = mask_BT
+    check_mask(tensor, mask)
+    keep_BT = None
     if keep is not None:
         check_mask(keep, mask, "keep")
-        keep_BT = mask_BT & keep.bool()
-    return segment_mean(select(tensor, keep_BT), mask_BT, keep_BT)
+        keep_BT = mask.bool() & keep.bool()
+    return segment_mean(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), mask.bool(), keep_BT)
 
 
 def _mean_var(values: Tensor, mask: Tensor, correction: int = 1) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ observation or padding, neither discounts nor contributes. Results are 0 where m
 from torch import Tensor
 
 from roll.algorithms.masking import check_mask
-from roll.ops.reverse_scan import discounted_cumsum, reverse_scan
-from roll.ops.segments import map_segments
+from roll.ops.reverse_scan import DiscountedCumsum, reverse_scan, reverse_scan_runs
+from roll.ops.segments import map_valid_tokens
 
 
 def check_discount(value: float, name: str) -> None:
@@ -37,16 +37,18 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     check_mask(rewards, mask, "rewards")
     check_mask(values, mask, "values")
     check_discount(gamma, "gamma")
-    check_discount(lam, "lam")
+    check_discount(lam, "lambd")
 
-    def over_segments(r: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scan = DiscountedCumsum(float(gamma * lam), rewards.shape[1] + 1, rewards.device)
+
+    def over_valid_tokens(r: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # Columns run backwards in time and column 0 is the end of the row, so t' is the column to the left.
         delta = r.sub_(v)
         delta[:, 1:].add_(v[:, :-1], alpha=gamma)
-        advantages = discounted_cumsum(delta, float(gamma * lam))
+        advantages = scan(delta)
         return advantages, v.add_(advantages)
 
-    advantages, returns = map_segments(over_segments, [rewards, values], mask.bool(), runs=False)
+    advantages, returns = map_valid_tokens(over_valid_tokens, [rewards, values], mask.bool(), num_results=2)
     return advantages, returns
 
 
@@ -58,4 +60,4 @@ def turn_discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tens
     """
     check_mask(rewards, mask, "rewards")
     check_discount(gamma, "gamma")
-    return reverse_scan(rewards, mask.bool(), float(gamma), runs=True)
+    return reverse_scan_runs(rewards, mask.bool(), float(gamma))

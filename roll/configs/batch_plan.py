@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from roll.configs.problems import Problem, nearest_multiples, wrong
@@ -25,7 +26,8 @@ class BatchPlan:
     steps: int  # pipeline steps in which the role is trained
     epochs: int = 1
     rows_per_sample: int = 1  # 2 for a pair, whose micro-batch size counts pairs
-    is_lower_bound: bool = False  # an episode gives one row per turn, and nobody knows how many turns
+    rows_are_turns: bool = False  # a trajectory gives one row per turn: all counts of rows are lower bounds
+    max_turns: int | None = None  # of a trajectory, if that is known
 
     @property
     def samples(self) -> int:
@@ -58,7 +60,8 @@ class BatchPlan:
 
     @property
     def optimizer_steps_per_batch(self) -> int:
-        return self.samples // self.samples_per_optimizer_step * self.epochs
+        # Rounded up for turns, whose number is adjusted to fill optimizer steps; otherwise it divides.
+        return math.ceil(self.samples / self.samples_per_optimizer_step) * self.epochs
 
     @property
     def total_optimizer_steps(self) -> int:
@@ -66,7 +69,7 @@ class BatchPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """At most: every row as long as `sequence_length` allows."""
+        """At most: every row as long as `sequence_length` allows. (With one turn per trajectory, if rows are turns.)"""
         return self.rows * self.sequence_length
 
     def learning_rates(self) -> tuple[float, float, float]:
@@ -77,22 +80,43 @@ class BatchPlan:
         )
         return first, middle, last
 
+    def schedule_problems(self, role_key: str) -> list[Problem]:
+        """A polynomial schedule divides by the steps after its warm-up, so there has to be one."""
+        args, total = self.role.training_args, self.total_optimizer_steps
+        warmup = args.get_warmup_steps(total)
+        if args.lr_scheduler_type != "polynomial" or warmup < total:
+            return []
+        expected = f"fewer than the {total} optimizer steps of the run for a polynomial schedule"
+        return [wrong(f"{role_key}.training_args.warmup_steps", warmup, expected)]
+
+    @property
+    def divisor(self) -> int:
+        """What the number of prompts has to be a multiple of, so that their samples fill optimizer steps."""
+        step = self.samples_per_optimizer_step
+        return step // math.gcd(step, self.samples_per_prompt)
+
     def problems(self, key: str, *, multiple_of: int = 1) -> list[Problem]:
         """What does not divide, reported under `key`, which holds the number of prompts.
 
         Args:
-            multiple_of: what the number of prompts has to be a multiple of anyway.
+            multiple_of: a further condition on the number of prompts; the values that are proposed meet it too.
         """
-        step = self.samples_per_optimizer_step
-        divisor = math.lcm(step // math.gcd(step, self.samples_per_prompt), multiple_of)
-        if self.prompts % divisor == 0:
+        if self.prompts % self.divisor == 0:
             return []
+        divisor = math.lcm(self.divisor, multiple_of)
         low, high = nearest_multiples(self.prompts, divisor)
-        args = self.role.training_args
-        why = (
-            f"a multiple of {divisor}, so that {self.prompts} x {self.samples_per_prompt} = {self.samples} samples fill "
-            f"optimizer steps of {step} ({self.ranks} ranks x per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} x gradient_accumulation_steps {args.gradient_accumulation_steps} "
-            f"of {self.role.name})"
+        args, step = self.role.training_args, self.samples_per_optimizer_step
+        expected = (
+            f"a multiple of {divisor}, so that {self.prompts} x {self.samples_per_prompt} samples fill the optimizer "
+            f"steps of {self.role.name} ({step} = {self.ranks} ranks x per_device_train_batch_size "
+            f"{args.per_device_train_batch_size} x gradient_accumulation_steps {args.gradient_accumulation_steps})"
         )
-        return [wrong(key, self.prompts, why, f"use {low} or {high}")]
+        return [wrong(key, self.prompts, expected, f"use {low} or {high}")]
+
+
+def division_problems(plans: Iterable[BatchPlan], key: str, *, multiple_of: int = 1) -> list[Problem]:
+    """The first plan that does not divide, with values that suit all of them."""
+    plans = list(plans)
+    common = math.lcm(multiple_of, *(plan.divisor for plan in plans))
+    found = [problem for plan in plans for problem in plan.problems(key, multiple_of=common)]
+    return found[:1]

@@ -48,20 +48,15 @@ class Composition:
 
     def locate(self, key: str) -> str:
         """`file:line` where a dotted key, or the nearest key above it, is written; `command line` for an override."""
-        parts = key.split(".") if key else []
-        if any(key == name or key.startswith(f"{name}.") for name in self.overridden):
-            return COMMAND_LINE
-        found = [(path, *_deepest_line(path, parts)) for path in self.files]
-        path, depth, line = max(found, key=lambda item: item[1])  # the file itself wins over its bases
-        return f"{path}:{line}" if depth else str(self.path)
+        return _locate(key, self.files, self.overridden)
 
 
 def compose(path: str | Path, overrides: Sequence[str] = ()) -> Composition:
     """Read a YAML file, what its `defaults` list names, and overrides such as `actor_train.infer_batch_size=4`.
 
-    A list entry `../config/envs@_here_` or `base` is a file relative to the folder of the file that names it; bases come
-    first and the file itself over them, unless the entry `_self_` says otherwise. `name@some.key` puts the file under
-    that key, and so does `group: name` with the file `group/name.yaml`. An override `+key=value` is the same as
+    A list entry `../config/envs@_here_` or `base` is a file relative to the folder of the file that names it. Bases
+    come first and the file itself over them, unless the entry `_self_` says otherwise. `name@some.key` puts a file
+    under that key, and so does `group: name` with the file `group/name.yaml`. An override `+key=value` is the same as
     `key=value`; `~key` removes a key.
 
     Raises:
@@ -79,7 +74,7 @@ def compose(path: str | Path, overrides: Sequence[str] = ()) -> Composition:
     referenced = frozenset(name for text in _texts(unresolved) for name in _REFERENCE.findall(text))
     return Composition(
         path=path,
-        values=_resolve(tree, path),
+        values=_resolve(tree, files, overridden),
         referenced=referenced,
         inherited=frozenset(inherited),
         files=tuple(files),
@@ -109,7 +104,7 @@ def _compose_file(path: Path, above: tuple[Path, ...], files: list[Path], inheri
         raise ConfigError(f"{path}: defaults: expected a list of files, such as `- base`")
     layers: list[DictConfig] = []
     is_placed = False
-    for entry in OmegaConf.to_container(entries, resolve=False) if entries is not None else []:
+    for entry in entries or []:
         if entry == "_self_":
             layers.append(own)
             is_placed = True
@@ -128,7 +123,7 @@ def _compose_file(path: Path, above: tuple[Path, ...], files: list[Path], inheri
 def _base(path: Path, entry: Any, above: tuple[Path, ...], files: list[Path], inherited: set[str]) -> list[DictConfig]:
     """One entry of a `defaults` list as a layer to merge; none for an optional file that is not there."""
     package = ""
-    if isinstance(entry, dict) and len(entry) == 1:
+    if isinstance(entry, DictConfig) and len(entry) == 1:
         group, option = next(iter(entry.items()))
         if option is None:
             return []
@@ -171,9 +166,9 @@ def _read(path: Path, named_by: Path | None) -> DictConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {_first_line(error)}") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{path}: {_full_key(error)}: the ${{...}} in it is malformed: {_first_line(error)}"
-        ) from None
+        key = _full_key(error)
+        where = _locate(key, [path], [])
+        raise ConfigError(f"{where}: {key}: the ${{...}} in it is malformed: {_first_line(error)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not isinstance(tree, DictConfig):
@@ -205,9 +200,9 @@ def _apply_override(tree: DictConfig, override: str) -> str:
     if not sign or not re.fullmatch(r"[^\s.\[\]]+([.\[][^\s.\[\]]+\]?)*", key):
         raise ConfigError(f'{COMMAND_LINE}: found "{override}", expected key=value, such as max_steps=10')
     try:
-        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         _write_out_references(tree, key)
-        OmegaConf.update(tree, key, value, merge=True)
+        OmegaConf.update(tree, key, parsed["value"], merge=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{COMMAND_LINE}: {override}: {_first_line(error)}") from None
     return re.sub(r"\[(\w+)\]", r".\1", key)
@@ -224,29 +219,31 @@ def _write_out_references(tree: DictConfig, key: str) -> None:
         node = node[part]
 
 
-def _resolve(tree: DictConfig, path: Path) -> dict[str, Any]:
+def _resolve(tree: DictConfig, files: Sequence[Path], overridden: Sequence[str]) -> dict[str, Any]:
     if not OmegaConf.has_resolver("now"):  # hydra's resolver; a program that runs under hydra has it already
         OmegaConf.register_new_resolver("now", lambda form: datetime.now().strftime(form), use_cache=True)
     try:
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException:
-        problems = list(dict.fromkeys(_unresolved(tree)))
-        raise ConfigError(f"{path}: " + "\n".join(problems)) from None
+    except OmegaConfBaseException as error:
+        problems = dict(_unresolved(tree)) or {_full_key(error): _why_unresolved(error)}
+        lines = [f"{_locate(key, files, overridden)}: {key}: {why}" for key, why in problems.items()]
+        raise ConfigError("\n".join(lines)) from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
-def _unresolved(node: DictConfig | ListConfig) -> Iterator[str]:
-    """One sentence for every value that cannot be resolved."""
-    for name in list(node.keys()) if isinstance(node, DictConfig) else range(len(node)):
-        key = node._get_full_key(name)
+def _unresolved(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, reason) of every value below a mapping or list that cannot be resolved."""
+    names: list[Any] = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
+    for name in names:
+        key = f"{prefix}{name}"
         try:
             value = node[name]
         except OmegaConfBaseException as error:
-            yield f"{key}: {_why_unresolved(error)}"
+            yield key, _why_unresolved(error)
             continue
         if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, name):
-            yield from _unresolved(value)
+            yield from _unresolved(value, f"{key}.")
 
 
 def _why_unresolved(error: OmegaConfBaseException) -> str:
@@ -261,6 +258,15 @@ def _why_unresolved(error: OmegaConfBaseException) -> str:
     if isinstance(error, InterpolationResolutionError):
         return f"does not resolve: {_first_line(error)}"
     return f"the ${{...}} in it is malformed: {_first_line(error)}"
+
+
+def _locate(key: str, files: Sequence[Path], overridden: Sequence[str]) -> str:
+    if any(key == name or key.startswith(f"{name}.") for name in overridden):
+        return COMMAND_LINE
+    parts = key.split(".") if key else []
+    found = [(path, *_deepest_line(path, parts)) for path in files]
+    path, depth, line = max(found, key=lambda item: item[1])  # the first of equals: the file itself, then its bases
+    return f"{path}:{line}" if depth else str(files[0])
 
 
 def _deepest_line(path: Path, parts: list[str]) -> tuple[int, int]:

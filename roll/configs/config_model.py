@@ -51,7 +51,7 @@ LATE: Any = None
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Marks a field that ROLL accepts and that changes nothing here; writing it in a file earns a mention, not an error."""
+    """Marks a field that ROLL accepts and that changes nothing here; a file that sets it gets a warning, no error."""
 
     why: str
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -19,8 +19,6 @@ from roll.configs.problems import Problem, members, problems_of
 from roll.configs.unsupported import unsupported_parts
 from roll.configs.worker_config import StrategyArguments, is_megatron_key
 from roll.exceptions import ConfigError
-
-Config = TypeVar("Config", bound=BaseConfig)
 
 
 class ConfigWarning(UserWarning):
@@ -81,7 +79,7 @@ def refuse_unsupported(composition: Composition) -> None:
         raise _error(composition, unsupported)
 
 
-def build_config(composition: Composition, config_cls: type[Config], *, warn: bool = True) -> LoadedConfig:
+def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn: bool = True) -> LoadedConfig:
     """Validate composed values as `config_cls`.
 
     Keys of the top level that `${...}` refers to, or that come from a file of a `defaults` list, are variables of the

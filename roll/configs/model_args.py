@@ -21,7 +21,7 @@ class LoraArguments(ConfigModel):
     autocast_adapter_dtype: bool = True
     """Keep adapter weights in float32 when the model is in half precision."""
 
-    lora_alpha: Annotated[Number, Field(gt=0), Late] = LATE
+    lora_alpha: Annotated[AtLeastOne, Late] = LATE
     """Scale of the adapter; twice `lora_rank` if left out."""
 
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
@@ -59,6 +59,9 @@ class ModelArguments(LoraArguments):
 
     random_init: bool = False
     """Build the architecture from the model's config.json with weights from the seed: for tests and small demos."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; ROLL always does."""
 
     adapter_name_or_path: str | None = None
     """Folder or Hugging Face name of an adapter to start from."""

@@ -22,7 +22,7 @@ from roll.configs.config_model import (
 )
 from roll.configs.option_groups import RolloutMockConfig, RouterArguments, TransferBackendArguments
 from roll.configs.problems import ConfigProblems, Problem, wrong
-from roll.configs.worker_config import WorkerConfig
+from roll.configs.worker_config import EnvironmentVariables, WorkerConfig
 
 _PROFILER = NoEffect("torch.profiler and the run report replace it")
 
@@ -75,7 +75,7 @@ class BaseConfig(ScheduleConfig):
     seed: Whole = 42
     """Seed of everything random; reaches every role's `training_args.seed`."""
 
-    rpc_timeout: Positive = 3600
+    rpc_timeout: Positive = 3600.0
     """Seconds that a call to a worker may take."""
 
     output_dir: str = "./output"
@@ -165,7 +165,7 @@ class BaseConfig(ScheduleConfig):
     otlp_output_dir: Annotated[str, NoEffect("there are no OpenTelemetry traces")] = "./output/otlp"
     """Folder of traces."""
 
-    system_envs: dict[str, str] = Field(default_factory=dict)
+    system_envs: EnvironmentVariables = Field(default_factory=dict)
     """Environment variables of the roles with a model, unless a role sets its own."""
 
     model_update_buffer_size_mb: AtLeastOne = 1024
@@ -186,15 +186,13 @@ class BaseConfig(ScheduleConfig):
     transfer_backend: Annotated[TransferBackendArguments | None, NoEffect("batches travel with the calls")] = None
     """A store for batches between roles."""
 
-    @field_validator("checkpoint_config", "system_envs", "tracker_kwargs", mode="before")
+    default_worker_cls: ClassVar[dict[str, str]] = {}
+    """Worker class of every role with a model, for those that name none."""
+
+    @field_validator("checkpoint_config", "tracker_kwargs", mode="before")
     @classmethod
     def _null_is_empty(cls, value: Any) -> Any:
         return {} if value is None else value
-
-    @field_validator("system_envs", mode="before")
-    @classmethod
-    def _numbers_as_text(cls, value: Any) -> Any:
-        return WorkerConfig._numbers_as_text(value)
 
     @model_validator(mode="after")
     def _settle_everything(self) -> Self:
@@ -233,8 +231,11 @@ class BaseConfig(ScheduleConfig):
             values: dict[str, Any] = {"name": name, "training_args": training_args}
             if self.checkpoint_config:
                 values["checkpoint_config"] = self.checkpoint_config
-            if name in ("actor_train", "actor_infer", "reference", "critic"):
+            if name in self.default_worker_cls:
                 values["system_envs"] = {**self.system_envs, **role.system_envs}
+                values["worker_cls"] = role.worker_cls or self.default_worker_cls[name]
+                model = role.model_args.model_name_or_path or self.default_model(name)
+                values["model_args"] = role.model_args.model_copy(update={"model_name_or_path": model})
             self._change_role(name, **values)
         devices = [device for role in self.all_roles().values() for device in role.device_mapping or []]
         if devices and self.num_gpus_per_node:
@@ -255,6 +256,7 @@ class BaseConfig(ScheduleConfig):
             problems.append(wrong("backend", "local", expected, "or give each of them one worker"))
         for name, plan in self.batch_plans().items():
             role_key = self.key_of(name)
+            problems += plan.schedule_problems(role_key)
             budget = plan.role.max_tokens_per_microbatch_in_train
             if plan.role.use_dynamic_batching_in_train and budget < self.sequence_length:
                 expected = f"at least sequence_length = {self.sequence_length}, or one row may not fit"
@@ -283,6 +285,10 @@ class BaseConfig(ScheduleConfig):
         """The key under which a role stands in the config: `train_env` is `train_env_manager`."""
         return role_name
 
+    def default_model(self, role_name: str) -> str | None:
+        """The model of a role that names none."""
+        return None
+
     def active_roles(self) -> dict[str, WorkerConfig]:
         """The roles that a run starts."""
         return self.all_roles()
@@ -298,18 +304,21 @@ class BaseConfig(ScheduleConfig):
     def missing_for_training(self) -> list[Problem]:
         """What a valid config still lacks before a run can start: a model, a strategy, data."""
         problems = []
+        without_model = []
         for name, strategies in self.allowed_strategies().items():
             role = self.active_roles().get(name)
-            if role is None:
-                continue
-            if not role.holds_model:
+            if role is not None and not role.holds_model:
                 missing = f"missing; {name} needs a strategy: strategy_name: {strategies[0]} runs anywhere"
                 problems.append(Problem(f"{self.key_of(name)}.strategy_args", missing))
-            elif role.model_args.model_name_or_path is None:
-                problems.append(
-                    Problem("pretrain", f"missing; {name} has no model: set pretrain to a folder or a name")
-                )
-        return list(dict.fromkeys(problems))
+            elif role is not None and role.model_args.model_name_or_path is None and name in self.default_worker_cls:
+                without_model.append(name)
+            elif role is not None and role.model_args.model_name_or_path is None:
+                key = f"{self.key_of(name)}.model_args.model_name_or_path"
+                problems.append(Problem(key, "missing; a folder or a Hugging Face name of the model"))
+        if without_model:
+            roles = ", ".join(without_model)
+            problems.append(Problem("pretrain", f"missing; a folder or a Hugging Face name of the model for {roles}"))
+        return problems
 
     @property
     def execution_backend(self) -> Literal["local", "ray"]:
@@ -319,4 +328,5 @@ class BaseConfig(ScheduleConfig):
 
     def with_max_steps(self, max_steps: int) -> Self:
         """The same config for a run of another length, its schedules included."""
-        return type(self).model_validate({**dict(self), "max_steps": max_steps})
+        values: dict[str, Any] = {**dict(self), "max_steps": max_steps}
+        return type(self)(**values)

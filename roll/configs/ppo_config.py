@@ -51,7 +51,7 @@ class PPOConfig(BaseConfig):
     reward: WorkerConfig | None = Field(default_factory=WorkerConfig)
     """A reward model."""
 
-    async_generation_ratio: NonNegative = 0
+    async_generation_ratio: NonNegative = 0.0
     """Batches that generation may run ahead of training; 0 takes turns."""
 
     # optimisation
@@ -91,10 +91,10 @@ class PPOConfig(BaseConfig):
     use_kl_loss: bool = False
     """Add the KL divergence from the reference to the loss."""
 
-    kl_loss_coef: NonNegative = 0
+    kl_loss_coef: NonNegative = 0.0
     """Weight of that divergence."""
 
-    entropy_loss_coef: NonNegative = 0
+    entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
 
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
@@ -165,7 +165,7 @@ class PPOConfig(BaseConfig):
     lambd: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
 
-    gamma: Fraction = 1
+    gamma: Fraction = 1.0
     """Discount per token."""
 
     norm_mean_type: Literal["batch", "group", "running"] | None = None
@@ -197,15 +197,6 @@ class PPOConfig(BaseConfig):
 
     def _settle_roles(self) -> None:
         super()._settle_roles()
-        for name, worker_cls in self.default_worker_cls.items():
-            role = self.all_roles()[name]
-            model = (self.reward_pretrain or self.pretrain) if name == "critic" else self.pretrain
-            path = role.model_args.model_name_or_path or model
-            self._change_role(
-                name,
-                worker_cls=role.worker_cls or worker_cls,
-                model_args=role.model_args.model_copy(update={"model_name_or_path": path}),
-            )
         infer = self.actor_infer
         sampling = (infer.generating_args or GeneratingArguments()).model_copy(
             update={"num_return_sequences": self.samples_per_prompt}
@@ -216,6 +207,9 @@ class PPOConfig(BaseConfig):
             enable_reference=self.enable_reference or self.use_kl_loss or self.init_kl_coef > 0,
             enable_old_logprobs_recompute=self._needs_old_logprobs(),
         )
+
+    def default_model(self, role_name: str) -> str | None:
+        return (self.reward_pretrain or self.pretrain) if role_name == "critic" else self.pretrain
 
     def _needs_old_logprobs(self) -> bool:
         if self.force_disable_old_logprobs_recompute:
@@ -274,7 +268,8 @@ class PPOConfig(BaseConfig):
                     sequence_length=self.sequence_length,
                     steps=self.max_steps - idle,
                     epochs=epochs,
-                    is_lower_bound=self.rows_are_turns,
+                    rows_are_turns=self.rows_are_turns,
+                    max_turns=self.max_turns,
                 )
         return plans
 
@@ -286,6 +281,11 @@ class PPOConfig(BaseConfig):
     def rows_are_turns(self) -> bool:
         """Whether a trajectory becomes one row per turn, so that their number is known only after generation."""
         return False
+
+    @property
+    def max_turns(self) -> int | None:
+        """Longest trajectory in turns, if the config says."""
+        return None
 
     @property
     def async_pipeline(self) -> bool:

@@ -50,7 +50,7 @@ class Problem:
 
 
 class ConfigProblems(ValueError):
-    """What a validator raises when values that are fine one by one do not fit together. Keys are relative to its class."""
+    """What a validator raises when values do not fit together. Keys are relative to the validator's class."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)

@@ -68,20 +68,26 @@ def _numbers(plan: BatchPlan) -> dict[str, Any]:
         "total_optimizer_steps": plan.total_optimizer_steps,
         "tokens_per_step": plan.tokens_per_step,
         "learning_rates": {"first": first, "middle": middle, "last": last},
-        "is_lower_bound": plan.is_lower_bound,
+        "rows_are_turns": plan.rows_are_turns,
+        "max_turns": plan.max_turns,
     }
 
 
 def _cells(plan: BatchPlan, unit: str) -> dict[str, str]:
-    numbers = _numbers(plan)
-    at_least = "at least " if plan.is_lower_bound else ""
+    def count(value: int) -> str:
+        """A count of rows, or of what follows from it: a range if rows are turns."""
+        if not plan.rows_are_turns:
+            return f"{value:,}"
+        return f"at least {value:,}" if plan.max_turns is None else f"{value:,} to {value * plan.max_turns:,}"
+
+    tokens = plan.tokens_per_step * (plan.max_turns or 1 if plan.rows_are_turns else 1)
     cells = {f"{unit} per step": f"{plan.prompts:,}"}
     if unit == "prompts":
         cells["samples per prompt"] = f"{plan.samples_per_prompt:,}"
     cells |= {
-        "rows per step": f"{at_least}{plan.rows:,}",
+        "rows per step": count(plan.rows),
         "ranks (data parallel)": f"{plan.ranks:,}",
-        "rows per rank": f"{at_least}{plan.rows_per_rank:,}",
+        "rows per rank": count(plan.rows_per_rank),
     }
     if plan.role.use_dynamic_batching_in_train:
         cells["micro-batches"] = f"of up to {plan.role.max_tokens_per_microbatch_in_train:,} tokens"
@@ -89,11 +95,12 @@ def _cells(plan: BatchPlan, unit: str) -> dict[str, str]:
         cells["rows per micro-batch"] = f"{plan.rows_per_micro_batch:,}"
         cells["micro-batches per optimizer step"] = f"{plan.micro_batches_per_optimizer_step:,}"
     cells |= {
-        "optimizer steps per batch": f"{at_least}{plan.optimizer_steps_per_batch:,}",
-        "optimizer steps in all": f"{at_least}{plan.total_optimizer_steps:,}",
-        "tokens per step, at most": "unknown" if plan.is_lower_bound else f"{plan.tokens_per_step:,}",
+        "optimizer steps per batch": count(plan.optimizer_steps_per_batch),
+        "optimizer steps in all": count(plan.total_optimizer_steps),
+        "tokens per step, at most": "unknown" if plan.rows_are_turns and not plan.max_turns else f"{tokens:,}",
     }
-    return cells | {f"learning rate, {when} step": f"{rate:.3g}" for when, rate in numbers["learning_rates"].items()}
+    rates = zip(("first", "middle", "last"), plan.learning_rates(), strict=True)
+    return cells | {f"learning rate, {when} step": f"{rate:.3g}" for when, rate in rates}
 
 
 def _remarks(config: BaseConfig) -> list[str]:
@@ -104,8 +111,8 @@ def _remarks(config: BaseConfig) -> list[str]:
             remarks.append(f"{name}: the constant schedule has no warm-up; constant_with_warmup has one")
         elif args.get_warmup_steps(total) >= total:
             remarks.append(f"{name}: the warm-up takes {args.get_warmup_steps(total)} of {total} optimizer steps")
-        if plan.is_lower_bound:
-            remarks.append(f"{name}: every turn is a row, so a batch has at least as many rows as trajectories")
+        if plan.rows_are_turns:
+            remarks.append(f"{name}: every turn is a row; the learning rates are those of the fewest optimizer steps")
     active = config.active_roles()
     for name, role in config.all_roles().items():
         if role.holds_model and name not in active:

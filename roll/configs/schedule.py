@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from roll.configs.training_args import TrainingArguments
+from roll.configs.training_args import POLYNOMIAL_END, TrainingArguments
 
-POLYNOMIAL_END = 1e-7  # transformers' lr_end
 INVERSE_SQRT_TIMESCALE = 10_000  # transformers' timescale for a schedule without warm-up
 
 

@@ -13,6 +13,7 @@ from roll.configs.problems import ConfigProblems, wrong
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
+POLYNOMIAL_END = 1e-7  # transformers' lr_end
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -77,9 +78,15 @@ class TrainingArguments(ConfigModel):
     """Also save weights that transformers can read, for strategies whose own format differs."""
 
     @model_validator(mode="after")
-    def _check_precision(self) -> TrainingArguments:
+    def _check_together(self) -> TrainingArguments:
+        problems = []
         if self.fp16 and self.bf16:
-            raise ConfigProblems([wrong("fp16", True, "false, because bf16 is on", "keep one of them")])
+            problems.append(wrong("fp16", True, "false, because bf16 is on", "keep one of them"))
+        if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
+            expected = f"more than {POLYNOMIAL_END:g}, where the polynomial schedule ends"
+            problems.append(wrong("learning_rate", self.learning_rate, expected))
+        if problems:
+            raise ConfigProblems(problems)
         return self
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

@@ -11,27 +11,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_ON_POLICY_DISTILLATION = "on-policy distillation"
-_DISTILLATION = "distillation"
 _VISION = "a vision or audio model; only text models are trained"
 
-UNSUPPORTED_KEYS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("student_train", "student_infer", "teacher", "use_opd", "is_pure_opd", "pure_opd_pipeline_type", "opd_kl_coef")
-        + ("opsd_mode", "opsd_solution_key", "opsd_max_solution_length"),
-        _ON_POLICY_DISTILLATION,
+_KEYS_BY_REASON = {
+    "on-policy distillation": (
+        "student_train student_infer teacher use_opd is_pure_opd pure_opd_pipeline_type opd_kl_coef "
+        "opsd_mode opsd_solution_key opsd_max_solution_length"
     ),
-    **dict.fromkeys(("student", "distill_loss_weight", "distill_on_prompt", "kd_temperature"), _DISTILLATION),
-    **dict.fromkeys(("sft_train",), "ROLL's supervised fine-tuning pipeline"),
-    **dict.fromkeys(
-        ("vlm_filter", "vision_dp", "media_folder", "image_folder", "video_folder", "audio_folder"), _VISION
-    ),
-    **dict.fromkeys(
-        ("image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen")
-        + ("audio_sampling_rate",),
-        _VISION,
+    "distillation": "student distill_loss_weight distill_on_prompt kd_temperature",
+    "ROLL's supervised fine-tuning pipeline": "sft_train",
+    _VISION: (
+        "vlm_filter vision_dp media_folder image_folder image_max_pixels image_min_pixels video_folder video_fps "
+        "video_max_pixels video_min_pixels video_maxlen audio_folder audio_sampling_rate"
     ),
 }
+UNSUPPORTED_KEYS: Mapping[str, str] = {key: reason for reason, keys in _KEYS_BY_REASON.items() for key in keys.split()}
 
 # Strategy names of ROLL that do not exist here, and the ones that come nearest.
 UNSUPPORTED_STRATEGIES: Mapping[str, str] = {
@@ -51,21 +45,25 @@ def unsupported_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     Strategy names are not looked at: `StrategyArguments` refuses them, in files and in Python alike.
     """
-    found = [(key, f"not supported: {UNSUPPORTED_KEYS[key]}") for key in raw if key in UNSUPPORTED_KEYS]
-    found += [(key, f"not supported: {reason}") for key, reason in _vision_parts(raw)]
-    return found
+    found = [(key, UNSUPPORTED_KEYS[key]) for key in raw if key in UNSUPPORTED_KEYS]
+    return [(key, f"not supported: {reason}") for key, reason in found or _vision_parts(raw)]
 
 
-def _vision_parts(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _vision_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The keys that name a vision model, each model once; what else says so only if none does."""
+    models: dict[str, str] = {}
+    others: dict[str, str] = {}
     for key, value in _strings(raw, ""):
         name = key.rpartition(".")[2]
         if name in ("pretrain", "reward_pretrain", "model_name_or_path") and _is_vision_model(value):
-            yield key, f'"{value}" is {_VISION}'
+            models.setdefault(value, key)
         elif name == "template" and _VISION_NAME.search(value):
-            yield key, f'template "{value}" is for {_VISION}'
-        elif name == "env_manager_cls" and _VISION_NAME.search(value.rpartition(".")[0].rpartition(".")[2]):
-            if key.startswith("custom_envs."):
-                yield key, f'"{value}" is for {_VISION}'
+            others.setdefault(f'template "{value}"', key)
+        elif name == "env_manager_cls" and "vl_" in value and key.startswith("custom_envs."):
+            others.setdefault(value, key)
+    if models:
+        return [(key, f'"{value}" is {_VISION}') for value, key in models.items()]
+    return [(key, f"{value} is for {_VISION}") for value, key in others.items()]
 
 
 def _is_vision_model(name_or_path: str) -> bool:

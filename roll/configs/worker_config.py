@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from roll.configs.config_model import (
     LATE,
@@ -32,6 +32,18 @@ GENERATE_STRATEGIES = ("hf_infer", "vllm")
 STRATEGIES = (*TRAIN_STRATEGIES, *INFER_STRATEGIES, "vllm")
 
 _MEGATRON = NoEffect("it is for Megatron")
+
+
+def _numbers_as_text(value: Any) -> Any:
+    # `OMP_NUM_THREADS: 2` means the text "2"; true and false have no such obvious text. Nothing at all is no variable.
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        return value
+    return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
+
+
+EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -42,7 +54,7 @@ class StrategyArguments(ConfigModel):
     """hf_train, fsdp2_train or deepspeed_train to train; hf_infer, fsdp2_infer, deepspeed_infer or vllm otherwise."""
 
     strategy_config: dict[str, Any] = Field(default_factory=dict)
-    """Options of the strategy, such as `fsdp_size` or vLLM's engine arguments; a whole DeepSpeed config for DeepSpeed."""
+    """Options of the strategy: `fsdp_size` and the like, vLLM's engine arguments, a whole DeepSpeed config."""
 
     @field_validator("strategy_name")
     @classmethod
@@ -65,7 +77,7 @@ class StrategyArguments(ConfigModel):
 
 def is_megatron_key(key: str) -> bool:
     """Whether an option of a strategy is one of Megatron's own, which no strategy here reads."""
-    return key in _MEGATRON_KEYS or key.startswith("moe_")
+    return key in _MEGATRON_KEYS or str(key).startswith("moe_")
 
 
 _MEGATRON_KEYS = frozenset(
@@ -166,7 +178,7 @@ class WorkerConfig(ConfigModel):
     backend_timeout: AtLeastOne = 30
     """Minutes that a collective may take."""
 
-    system_envs: dict[str, str] = Field(default_factory=dict)
+    system_envs: EnvironmentVariables = Field(default_factory=dict)
     """Environment variables of the workers."""
 
     topr_positive_weight: NonNegative = 1.0
@@ -251,14 +263,6 @@ class WorkerConfig(ConfigModel):
         except ValueError as error:
             raise ConfigProblems([Problem("", f"found {show(value)}, {error}")]) from None
 
-    @field_validator("system_envs", mode="before")
-    @classmethod
-    def _numbers_as_text(cls, value: Any) -> Any:
-        # `OMP_NUM_THREADS: 2` means the text "2"; true and false have no such obvious text.
-        if not isinstance(value, dict):
-            return value
-        return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
-
     @field_validator("worker_cls")
     @classmethod
     def _class_or_path(cls, value: Any) -> Any:
@@ -295,11 +299,19 @@ class WorkerConfig(ConfigModel):
         if self.device_mapping is None:
             return 0
         if self.strategy_name == "vllm":
-            options = self.strategy_config
-            return int(options.get("tensor_parallel_size") or 1) * int(options.get("pipeline_parallel_size") or 1)
+            return self._parallel_size("tensor_parallel_size") * self._parallel_size("pipeline_parallel_size")
         if self.holds_model and self.strategy_name != "hf_infer":
             return 1
         return max(self.num_gpus_per_worker, 1)
+
+    def _parallel_size(self, option: str) -> int:
+        size = self.strategy_config.get(option)
+        if size is None:
+            return 1
+        if type(size) is not int or size < 1:
+            key = f"strategy_args.strategy_config.{option}"
+            raise ConfigProblems([wrong(key, size, "a whole number of at least 1")])
+        return size
 
     def _device_problems(self) -> list[Problem]:
         if self.device_mapping is None or len(self.device_mapping) % self.num_gpus_per_worker == 0:

@@ -37,6 +37,7 @@ from jinja2 import TemplateError
 
 from roll.datasets.messages import Message, roles_of
 from roll.exceptions import ConfigError, DataError
+from roll.utils.logging import get_logger
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is 
 # render(tokenizer, conversation, add_generation_prompt=..., **options of the template) -> text
 RenderFunction = Callable[..., str]
 
+CHATML_END = "<|im_end|>"
 LONG_THOUGHT_SYSTEM = (
     "Work on the question in two parts. First think for as long as you need: take the question apart, try ideas, check "
     "each step, go back when a step fails. Write this between <|begin_of_thought|> and <|end_of_thought|>, with an "
@@ -93,6 +95,13 @@ def get_chat_template(key: str, tokenizer: PreTrainedTokenizerBase) -> ChatTempl
         raise ConfigError(
             f"there is no chat template {key!r}{f'; did you mean {near[0]!r}?' if near else '.'} "
             f"Known are: {', '.join(sorted(chat_templates))}"
+        )
+    if key in ("chatml", "empty") and CHATML_END not in tokenizer.get_vocab():
+        get_logger(__name__).warning(
+            "chat template %r ends a turn with %s, which this tokenizer does not have: the model will learn to spell "
+            "it, and generation will not stop there unless it is a stop string",
+            key,
+            CHATML_END,
         )
     return ChatTemplate(key, tokenizer)
 
@@ -193,7 +202,7 @@ def render_chatml(
     add_generation_prompt: bool = True,
     **options: Any,
 ) -> str:
-    turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in conversation]
+    turns = [f"<|im_start|>{message['role']}\n{message['content']}{CHATML_END}\n" for message in conversation]
     return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
 

@@ -150,11 +150,8 @@ def collate_fn_to_dict_list(data_list: Sequence[Mapping[str, Any]]) -> dict[str,
         if all(isinstance(value, Tensor) for value in values):
             columns[key] = torch.cat(values, dim=0)
         else:
-            # Filled one by one: assigning the list at once would spread values that are lists themselves.
-            column = np.empty(len(values), dtype=object)
-            for index, value in enumerate(values):
-                column[index] = value
-            columns[key] = column
+            columns[key] = np.empty(len(values), dtype=object)
+            columns[key][:] = values  # unlike np.array(values), keeps lists and arrays whole
     for index, example in enumerate(data_list):
         extra = example.keys() - columns.keys()
         if extra:

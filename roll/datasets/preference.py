@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
@@ -62,7 +62,7 @@ class PreferencePair(TypedDict):
     reject_prompt_len: int
 
 
-class PreferenceDataset(Sequence[PreferencePair]):
+class PreferenceDataset:
     """Encoded pairs, four bytes a token.
 
     Rows are interleaved as in a batch: row 2i is the chosen side of pair i and row 2i+1 the rejected one.
@@ -90,7 +90,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
     def __len__(self) -> int:
         return len(self.lengths) // 2
 
-    def __getitem__(self, index: int) -> PreferencePair:  # pyrefly: ignore[bad-override]  # no slices: a pair is a dict
+    def __getitem__(self, index: int) -> PreferencePair:
         if not -len(self) <= index < len(self):
             raise IndexError(f"pair {index} of a data set of {len(self)} pairs")
         row = 2 * (index % len(self))
@@ -100,6 +100,9 @@ class PreferenceDataset(Sequence[PreferencePair]):
             "chosen_prompt_len": int(self.prompt_lens[row]),
             "reject_prompt_len": int(self.prompt_lens[row + 1]),
         }
+
+    def __iter__(self) -> Iterator[PreferencePair]:
+        return (self[index] for index in range(len(self)))
 
     def _row(self, row: int) -> np.ndarray:
         return self.tokens[self._starts[row] : self._starts[row + 1]]

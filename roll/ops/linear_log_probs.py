@@ -222,7 +222,8 @@ def _forward(
         rows = hidden[start:stop] if selection.index is None else hidden[selection.index[start:stop]]
         chunk = buffer[: stop - start, :columns]
         _linear(rows.to(options.dtype), weight, bias, out=chunk)
-        parts.append(row_statistics(chunk, selection.labels[start:stop], options.transform, options.with_entropy))
+        labels = selection.labels[start:stop]
+        parts.append(row_statistics(chunk, labels, options.transform, options.with_entropy, overwrite=True))
     return concatenate(parts)
 
 
@@ -270,7 +271,10 @@ def _backward(
             grad_weight[part] = weight_sum
         if grad_bias is not None and bias_sum is not None:
             grad_bias[part] = bias_sum
-    return None if grad_rows is None else selection.put(grad_rows.to(hidden.dtype)), grad_weight, grad_bias
+    grad_hidden = None if grad_rows is None else grad_rows.to(hidden.dtype)
+    if grad_hidden is not None and selection.index is not None:
+        grad_hidden = selection.put(grad_hidden)
+    return grad_hidden, grad_weight, grad_bias
 
 
 def _aligned_buffer(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -126,7 +126,8 @@ class _LogProbsFromLogits(torch.autograd.Function):
         parts: list[RowStatistics] = []
         for block in row_blocks(selection.num_selected, logits.shape[-1], logits.dtype, logits.device):
             labels = None if selection.labels is None else selection.labels[block]
-            parts.append(row_statistics(_rows(rows, row_numbers, block), labels, transform, with_entropy))
+            part, copied = _rows(rows, row_numbers, block), row_numbers is not None
+            parts.append(row_statistics(part, labels, transform, with_entropy, overwrite=copied))
         statistics = concatenate(parts)
         ctx.save_for_backward(logits, selection.index, selection.labels, *statistics)
         ctx.shape, ctx.transform = selection.shape, transform

@@ -6,41 +6,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll.ops.segments import map_segments
+from roll.ops.segments import Runs, map_valid_tokens, row_chunks
 
 # Powers of the decay inside one block stay within this factor, far from the limits of float64.
 MAX_SCALE = 1e100
 
 
-def reverse_scan(x_BT: Tensor, mask_BT: Tensor, decay: float, *, runs: bool = False) -> Tensor:
+def reverse_scan(x_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
     """y[t] = x[t] + decay * y[t'] over the valid tokens of each row, t' being the next valid token; 0 where masked.
 
-    With `runs` the recurrence goes over contiguous runs of the mask: x is summed over a run, and all its tokens get the
-    run's y. `decay` lies in [0, 1]; 0 and 1 are exact. Any content of masked entries is ignored; valid ones are finite.
-    Example: x = [[1, 2, 9, 4]], mask = [[1, 1, 0, 1]], decay = 0.5 -> [[3, 4, 0, 4]], with `runs` [[5, 5, 0, 4]].
+    `decay` lies in [0, 1]; 0 and 1 are exact. Any content of masked entries is ignored; valid ones are finite.
+    Example: x = [[1, 2, 9, 4]], mask = [[1, 1, 0, 1]], decay = 0.5 -> [[3, 4, 0, 4]].
     """
-    return map_segments(lambda x: (discounted_cumsum(x, decay),), [x_BT], mask_BT, runs=runs)[0]
+    scan = DiscountedCumsum(decay, x_BT.shape[1] + 1, x_BT.device)
+    return map_valid_tokens(lambda x: (scan(x),), [x_BT], mask_BT)[0]
 
 
-def discounted_cumsum(x_BT: Tensor, decay: float) -> Tensor:
-    """y[:, t] = x[:, t] + decay * y[:, t - 1], from left to right, in float64. `decay` lies in [0, 1].
+@torch.no_grad()
+def reverse_scan_runs(x_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
+    """The same recurrence over contiguous runs of the mask: x is summed over a run, and all its tokens get the run's y.
+
+    Example: x = [[1, 2, 9, 4]], mask = [[1, 1, 0, 1]], decay = 0.5 -> [[5, 5, 0, 4]].
+    """
+    out_BT = torch.empty(x_BT.shape, dtype=torch.promote_types(x_BT.dtype, torch.float32), device=x_BT.device)
+    if out_BT.numel() == 0:
+        return out_BT
+    for rows in row_chunks(x_BT):
+        runs = Runs.of(mask_BT[rows])
+        # Runs are the tokens of a shorter row.
+        y = reverse_scan(runs.table(runs.sums(x_BT[rows])), runs.table(runs.valid), decay)
+        runs.spread(y[runs.rows, runs.columns], out_BT[rows])
+    return out_BT
+
+
+class DiscountedCumsum:
+    """y[:, t] = x[:, t] + decay * y[:, t - 1], from left to right, on float64 tensors of up to `max_width` columns.
 
     y[t] / decay^t is a cumulative sum of x[t] / decay^t. Both are taken in blocks, because decay^t would underflow; a
     block then needs the last value of the block before it, and anything older has decayed below 1e-60.
     """
-    num_rows, width = x_BT.shape
-    if decay == 0.0:
-        return x_BT.clone()
-    if decay == 1.0:
-        return x_BT.cumsum(1)
-    block = min(width, max(1, int(math.log(MAX_SCALE) / -math.log(decay))))
-    num_blocks = -(-width // block)
-    block = -(-width // num_blocks)
-    powers = decay ** torch.arange(block + 1, dtype=torch.float64, device=x_BT.device)
-    weights = 1.0 / powers[:-1]
-    if padding := num_blocks * block - width:
-        x_BT = F.pad(x_BT, (0, padding))
-    y = (x_BT.view(num_rows, num_blocks, block) * weights).cumsum_(-1).mul_(powers[:-1])
-    if num_blocks > 1:
-        y[:, 1:].addcmul_(y[:, :-1, -1:].clone(), powers[1:])
-    return y.view(num_rows, -1)[:, :width]
+
+    def __init__(self, decay: float, max_width: int, device: torch.device) -> None:
+        """`decay` lies in [0, 1]; 0 and 1 are exact."""
+        self.decay = decay
+        self.max_block = max_width
+        if 0.0 < decay < 1.0:
+            self.max_block = min(max_width, max(1, int(math.log(MAX_SCALE) / -math.log(decay))))
+        self.powers = decay ** torch.arange(self.max_block + 1, dtype=torch.float64, device=device)
+        self.weights = 1.0 / self.powers
+
+    def __call__(self, x_BT: Tensor) -> Tensor:
+        if self.decay == 0.0:
+            return x_BT.clone()
+        if self.decay == 1.0:
+            return x_BT.cumsum(1)
+        num_rows, width = x_BT.shape
+        num_blocks = -(-width // self.max_block)
+        block = -(-width // num_blocks)
+        if padding := num_blocks * block - width:
+            x_BT = F.pad(x_BT, (0, padding))
+        y = x_BT.view(num_rows, num_blocks, block) * self.weights[:block]
+        y.cumsum_(-1).mul_(self.powers[:block])
+        if num_blocks > 1:
+            y[:, 1:].addcmul_(y[:, :-1, -1:].clone(), self.powers[1 : block + 1])
+        return y.flatten(1)[:, :width]

@@ -24,9 +24,9 @@ class Selection(NamedTuple):
         return values if self.index is None else values.index_select(0, self.index)
 
     def put(self, values: Tensor) -> Tensor:
-        """The inverse of `take`, with zeros at the positions that were not selected."""
+        """The inverse of `take`, as a new tensor with zeros at the positions that were not selected."""
         if self.index is None:
-            return values
+            return values.clone()
         return values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(0, self.index, values)
 
 

@@ -27,7 +27,9 @@ class PieceLimits:
     row_multiple: int  # whole tiles of the matrix product
 
 
-CPU_LIMITS = PieceLimits(64 << 20, 4 << 20, min_rows=32, min_columns=1024, row_multiple=1)
+# Smaller blocks would stay in a CPU's cache, but next to the products that saves nothing, and each operation on a block
+# ends with all threads waiting for the slowest one, which takes long on a busy machine.
+CPU_LIMITS = PieceLimits(64 << 20, 16 << 20, min_rows=32, min_columns=1024, row_multiple=1)
 ACCELERATOR_LIMITS = PieceLimits(192 << 20, 64 << 20, min_rows=256, min_columns=8192, row_multiple=128)
 
 
@@ -98,28 +100,35 @@ def concatenate(parts: list[RowStatistics]) -> RowStatistics:
     )
 
 
-def row_statistics(raw: Tensor, labels: Tensor | None, transform: LogitTransform, with_entropy: bool) -> RowStatistics:
-    """Normaliser, log-probs of `labels` (R,) and entropy of the rows of `raw` (R, V), which it leaves as they are.
+def row_statistics(
+    raw: Tensor, labels: Tensor | None, transform: LogitTransform, with_entropy: bool, overwrite: bool = False
+) -> RowStatistics:
+    """Normaliser, log-probs of `labels` (R,) and entropy of the rows of `raw` (R, V), which stay as they are unless
+    they may be overwritten.
 
     A logit of -inf is a token that cannot occur: it adds nothing, and as a label its log-prob is -inf. A row with
     nothing but -inf gives log-prob -inf and entropy 0. NaN and +inf give NaN: a broken model must not look healthy.
     """
+    overwrite = overwrite and raw.dtype == accumulation_dtype(raw.dtype)
+    if overwrite and not with_entropy and transform.soft_cap is None:
+        return _block_statistics(raw, labels, transform, with_entropy, overwrite)  # needs no temporaries
     return concatenate(
         [
-            _block_statistics(raw[block], None if labels is None else labels[block], transform, with_entropy)
+            _block_statistics(raw[block], None if labels is None else labels[block], transform, with_entropy, overwrite)
             for block in row_blocks(raw.shape[0], raw.shape[1], raw.dtype, raw.device)
         ]
     )
 
 
 def _block_statistics(
-    raw: Tensor, labels: Tensor | None, transform: LogitTransform, with_entropy: bool
+    raw: Tensor, labels: Tensor | None, transform: LogitTransform, with_entropy: bool, overwrite: bool
 ) -> RowStatistics:
     dtype = accumulation_dtype(raw.dtype)
     logits, factor = transform.unscaled(raw)
     top = logits.amax(1, keepdim=True).to(dtype).mul_(factor)
     top.masked_fill_(top == -torch.inf, 0.0)  # -inf - -inf is NaN; any finite reference will do for such a row
-    below_top = torch.add(-top, logits, alpha=factor)  # promotes low precision to float32 in the same pass
+    # Promotes low precision to float32 in the same pass.
+    below_top = torch.add(-top, logits, alpha=factor, out=logits if overwrite or logits is not raw else None)
     label_below_top = None if labels is None else below_top.gather(1, labels.unsqueeze(1)).squeeze(1)
     mean_below_top = None
     if with_entropy:
@@ -202,9 +211,11 @@ def row_coefficients(
 
 def row_gradient_(raw: Tensor, rows: RowCoefficients, transform: LogitTransform, first_column: int = 0) -> None:
     """Overwrites raw logits (R, C), the columns from `first_column` on, with the gradient with respect to them."""
-    for block in row_blocks(raw.shape[0], raw.shape[1], raw.dtype, raw.device):
+    in_place = raw.dtype == accumulation_dtype(raw.dtype) and transform.soft_cap is None
+    blocks = row_blocks(raw.shape[0], raw.shape[1], raw.dtype, raw.device)
+    for block in [slice(None)] if in_place and rows.per_log_prob is None else blocks:
         logits, factor = transform.unscaled(raw[block])
-        log_probs = torch.add(-rows.log_normalizer[block, None], logits, alpha=factor)
+        log_probs = torch.add(-rows.log_normalizer[block, None], logits, alpha=factor, out=logits if in_place else None)
         weights = rows.constant[block, None]
         if rows.per_log_prob is not None:
             log_probs.clamp_(min=_LOG_OF_ZERO)

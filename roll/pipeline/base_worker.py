@@ -1,4 +1,4 @@
-"""The workers that hold a model, shared by the pipelines. Here: what turns a model's output into a loss."""
+"""The workers that hold a model, shared by the pipelines: what they are asked to do, and what their loss is made of."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from roll.algorithms.masking import select
 from roll.algorithms.policy_loss import PolicyLoss, policy_loss
 from roll.algorithms.value_loss import value_loss
-from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
+from roll.models.model_providers import default_value_model_provider
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
 from roll.pipeline.loss_io import (
@@ -24,7 +26,9 @@ from roll.pipeline.loss_io import (
     report,
     surrogate_of,
 )
+from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
+from roll.utils.metrics.reduction import append_to_dict
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
 ModelOutput = Tensor | LinearLogits
@@ -52,7 +56,7 @@ class LossCorrection:
     metrics: dict[str, Tensor]
 
 
-class ActorWorker(Worker):
+class ActorWorker(ModelWorker):
     """A policy that is trained or scored.
 
     It computes its loss without a cluster, and without a strategy, too:
@@ -81,6 +85,42 @@ class ActorWorker(Worker):
         terms = self.policy_terms(data, output_tensor)
         loss = self.policy_loss(terms, ratio_type="token")
         return loss.total, report(self.policy_metrics(loss, terms), loss.mask_BT)
+
+    # -- training and scoring ----------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
+    def train_step(self, data: DataProto) -> DataProto:
+        """Train on all rows, `ppo_epochs` times, in optimizer steps of `rows_per_optimizer_step` rows a rank.
+
+        Which rows make up a step is drawn over the rows of all ranks from the run's seed and step, so it does not
+        depend on the number of ranks. Returns no rows, only `meta_info["metrics"]`.
+        """
+        metrics: dict[str, Any] = {}
+        with self.timed("train_step", metrics):
+            data = self.strategy.get_data_input(data)
+            steps = list(self.optimizer_steps(data, epochs=self.pipeline_config.ppo_epochs))
+            for mini_batch in steps:
+                append_to_dict(metrics, self.strategy.train_step(mini_batch, self.loss_func))
+            self.clear_old_log_probs_cache()
+        return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, len(steps))})
+
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
+    def compute_log_probs(self, data: DataProto) -> DataProto:
+        """Log-probability and entropy of every response token: `log_probs`, `entropy`, (rows, S-1), 0 elsewhere.
+
+        `meta_info["disable_adapter"]` asks a LoRA model as it was before training.
+        """
+        metrics: dict[str, Any] = {}
+        with self.timed("compute_log_probs", metrics):
+            data = self.strategy.get_data_input(data)
+            results = self.strategy.forward_step(data, self.forward_func_log_probs)
+        return DataProto.from_dict(results, meta_info={"metrics": metrics})
+
+    def forward_func_log_probs(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_BT = data["response_mask"][:, 1:].bool()
+        log_probs_BT, entropy_BT = self.score(data, output_tensor, mask_BT, with_entropy=True)
+        assert entropy_BT is not None
+        return log_probs_BT, {"log_probs": log_probs_BT, "entropy": entropy_BT}
 
     # -- parts of a policy loss --------------------------------------------------------------------------------------
 
@@ -115,6 +155,9 @@ class ActorWorker(Worker):
                 temperature=self.log_prob_temperature,
                 with_entropy=with_entropy,
             )
+        if hasattr(self.strategy, "score"):
+            return self.strategy.score(output_tensor, data["input_ids"], mask_BS, with_entropy=with_entropy)
+        # A strategy with ROLL's interface scores in two calls.
         log_probs_BT = self.strategy.op_compute_log_probs(
             logits=output_tensor, input_ids=data["input_ids"], attention_mask=mask_BS
         )
@@ -237,8 +280,10 @@ class ActorWorker(Worker):
         return log_probs_BT.masked_scatter(known_BT, known.to(log_probs_BT))
 
 
-class CriticWorker(Worker):
+class CriticWorker(ModelWorker):
     """A value function that is trained or asked for values."""
+
+    model_provider = staticmethod(default_value_model_provider)
 
     def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, Metrics]:
         """Squared error to `returns`, clipped around the old `values` when `value_clip` is set; both (B, S-1)."""
@@ -260,6 +305,28 @@ class CriticWorker(Worker):
         if result.old_prediction is not None:
             metrics["critic/value@sum"] = result.old_prediction
         return result.loss, report(metrics, mask_BT)
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """The value before every token: `values`, (rows, S-1), 0 where there is no response token."""
+        metrics: dict[str, Any] = {}
+        with self.timed("compute_values", metrics):
+            results = self.strategy.forward_step(data, self.forward_func_values)
+        return DataProto.from_dict(results, meta_info={"metrics": metrics})
+
+    def forward_func_values(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values_BT = select(self.predicted_values(output_tensor), data["response_mask"][:, 1:])
+        return values_BT, {"values": values_BT}
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
+    def train_step(self, data: DataProto) -> DataProto:
+        """Train once on all rows, in optimizer steps as the actor's. Returns only `meta_info["metrics"]`."""
+        metrics: dict[str, Any] = {}
+        with self.timed("train_step", metrics):
+            steps = list(self.optimizer_steps(data, epochs=1))
+            for mini_batch in steps:
+                append_to_dict(metrics, self.strategy.train_step(mini_batch, self.loss_func))
+        return DataProto(meta_info={"metrics": self.step_metrics("critic", metrics, len(steps))})
 
     @staticmethod
     def predicted_values(output_tensor: Tensor) -> Tensor:

@@ -14,10 +14,14 @@ from torch import nn
 
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.factory import create_strategy
+from roll.distributed.strategy.train_strategy import PLACEHOLDER
 from roll.distributed.strategy.weight_sync import SyncPlan, TensorSpec, WeightChannel
 from roll.models.model_providers import default_actor_model_provider
+from roll.pipeline.mini_batches import local_rows_of_steps
 from roll.utils.checkpoint_manager import find_checkpoint, role_folder
+from roll.utils.metrics.reduction import flatten_sum
 
 
 class ModelWorker(Worker):
@@ -54,6 +58,35 @@ class ModelWorker(Worker):
         started = time.monotonic()
         yield
         metrics[f"time/{self.cluster_name}/{method}/total"] = time.monotonic() - started
+
+    # -- optimizer steps ---------------------------------------------------------------------------------------------
+
+    def optimizer_steps(self, data: DataProto, *, epochs: int, unit: int = 1) -> Iterator[DataProto]:
+        """This rank's rows of each optimizer step, `epochs` times over the rows of all ranks (see mini_batches)."""
+        counts = [int(count) for count in self.strategy.ranks.gather(len(data))]
+        rank = self.strategy.ranks.rank
+        steps = local_rows_of_steps(
+            num_local=len(data),
+            offset=sum(counts[:rank]),
+            num_global=sum(counts),
+            rows_per_step=self.worker_config.rows_per_optimizer_step * unit * len(counts),
+            epochs=epochs,
+            seed=self.pipeline_config.seed + data.meta_info.get("global_step", 0),
+            unit=unit,
+        )
+        for rows in steps:
+            mini_batch = data.select_idxs(rows or [0])
+            mini_batch.meta_info = {**data.meta_info, PLACEHOLDER: not rows, "rows_per_unit": unit}
+            yield mini_batch
+
+    def step_metrics(self, role: str, metrics: dict[str, Any], num_steps: int) -> dict[str, Any]:
+        """Metrics of several optimizer steps as those of one: `@sum` adds up within a step, then is averaged."""
+        reduced = {
+            key: flatten_sum(value) / num_steps if key.endswith("@sum") else value for key, value in metrics.items()
+        }
+        reduced[f"{role}/lr"] = self.strategy.learning_rate
+        reduced[f"{role}/backward_steps"] = num_steps
+        return reduced
 
     # -- weights of another role -------------------------------------------------------------------------------------
 

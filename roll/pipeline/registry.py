@@ -9,7 +9,7 @@ from typing import Any
 from roll.configs.compose import compose
 from roll.configs.loader import LoadedConfig, build_config, refuse_unsupported
 from roll.configs.pipeline_config import BaseConfig
-from roll.configs.problems import did_you_mean, show
+from roll.configs.problems import did_you_mean, wrong
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.dpo.dpo_config import DPOConfig
@@ -45,25 +45,20 @@ def detect_pipeline(values: Mapping[str, Any]) -> str:
     """
     named = values.get("pipeline")
     if named is not None:
-        if named not in CONFIG_CLASSES:
-            guess = did_you_mean(str(named), CONFIG_CLASSES)
-            names = ", ".join(CONFIG_CLASSES)
-            raise ConfigError(
-                f"pipeline: found {show(named)}, expected one of {names}" + (f"; {guess}" if guess else "")
-            )
-        return str(named)
+        if not isinstance(named, str) or named not in CONFIG_CLASSES:
+            expected = "one of " + ", ".join(CONFIG_CLASSES)
+            raise ConfigError(str(wrong("pipeline", named, expected, did_you_mean(str(named), CONFIG_CLASSES))))
+        return named
     path = str(values.get("pipeline_cls") or "").lower().split(".")
-    found = {name: [f"pipeline_cls: {values['pipeline_cls']}"] for name in CONFIG_CLASSES if name in path}
-    found = found or {
-        name: keys for name in CONFIG_CLASSES if (keys := [key for key in own_keys(name) if key in values])
-    }
+    found = {name: ["pipeline_cls"] for name in CONFIG_CLASSES if name in path}
+    if not found:
+        found = {name: [key for key in own_keys(name) if key in values] for name in CONFIG_CLASSES}
+        found = {name: keys for name, keys in found.items() if keys}
     if len(found) == 1:
         return next(iter(found))
     if not found:
         looked_for = "; ".join(f"{name}: {', '.join(own_keys(name)[:6])} ..." for name in CONFIG_CLASSES)
-        raise ConfigError(
-            f"no key says which pipeline this is; add `pipeline: dpo`, rlvr or agentic (looked for {looked_for})"
-        )
+        raise ConfigError(f"no key says which pipeline this is; add `pipeline:` dpo, rlvr or agentic ({looked_for})")
     signs = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in found.items())
     raise ConfigError(f"keys of several pipelines ({signs}); remove those of the others, or name one with `pipeline:`")
 

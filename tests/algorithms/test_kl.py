@@ -114,7 +114,7 @@ def test_kl5_full_needs_three_axes(shape):
 
 
 def test_unknown_estimator_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4'.*low_var_kl"):
+    with pytest.raises(ValueError, match=r"unknown KL estimator 'k4'.*low_var_kl"):
         approx_kl(LP, BASE, kind="k4")
 
 

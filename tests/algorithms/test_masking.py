@@ -218,9 +218,7 @@ def test_shape_mismatch_names_both_shapes():
 def test_check_finite_names_rows():
     bad = X.clone()
     bad[1, 2] = float("nan")
-    with pytest.raises(
-        ValueError, match=r"values is not finite at 1 valid entries in rows \[1\]: values\[1, 2\] is nan"
-    ):
+    with pytest.raises(ValueError, match=r"values is not finite at 1 valid .* rows \[1\]: values\[1, 2\] is nan"):
         check_finite(bad, MASK, "values")
     bad[1, 2], bad[0, 2] = 0.0, float("inf")
     check_finite(bad, MASK, "values")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from tiny_tokenizer import BOS, EOS, bpe_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from roll.datasets import chat_template
 from roll.datasets.chat_template import chat_templates, get_chat_template, register_chat_template, tokenize_rendered
@@ -24,7 +26,7 @@ STRICT = (  # as Gemma's and Llama 2's: refuses what it does not know
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-FORGETFUL = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+FORGETFUL = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
 def test_the_names_of_roll_are_there() -> None:
@@ -99,7 +101,9 @@ def test_open_thought_only_where_the_model_goes_on() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match=r"no chat template 'chat_ml'; did you mean 'chatml'\? Known are: base, chatml, "):
+    with pytest.raises(
+        ValueError, match=r"no chat template 'chat_ml'; did you mean 'chatml'\? Known are: base, chatml, "
+    ):
         get_chat_template("chat_ml", bpe_tokenizer())
     with pytest.raises(ConfigError, match=r"no chat template 'zzz'\. Known are"):
         get_chat_template("zzz", bpe_tokenizer())
@@ -122,7 +126,9 @@ def test_a_template_that_refuses_a_role() -> None:
 def test_a_template_that_leaves_a_role_out() -> None:
     template = get_chat_template("native", bpe_tokenizer(chat_template=FORGETFUL))
     assert template([USER, ANSWER, USER]) == "[user]hi[assistant]yo[user]hi"
-    with pytest.raises(DataError, match=r"'native' leaves out message 2, whose role is 'tool' \(the roles are user, tool\)"):
+    with pytest.raises(
+        DataError, match=r"'native' leaves out message 2, whose role is 'tool' \(the roles are user, tool\)"
+    ):
         template([USER, TOOL])
 
 
@@ -138,6 +144,17 @@ def test_templates_that_change_contents_are_not_suspected() -> None:
     shortening = "{% for m in messages %}[{{ m.content.split('</think>')[-1] | trim }}]{% endfor %}"
     template = get_chat_template("native", bpe_tokenizer(chat_template=shortening))
     assert template([{"role": "assistant", "content": "<think>long</think> 4 "}]) == "[4]"
+
+
+def test_chatml_for_a_tokenizer_that_does_not_know_it(caplog: pytest.LogCaptureFixture) -> None:
+    get_chat_template("chatml", bpe_tokenizer())
+    assert caplog.text == ""
+    backend = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    stranger = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
+    get_chat_template("base", stranger)
+    assert caplog.text == ""
+    get_chat_template("chatml", stranger)
+    assert "'chatml' ends a turn with <|im_end|>, which this tokenizer does not have" in caplog.text
 
 
 def test_no_messages() -> None:

@@ -76,7 +76,13 @@ def test_widths(tokenizer: Any, options: dict[str, Any], width: int) -> None:
 
 
 def test_rolls_feature_names_are_taken(tokenizer: Any) -> None:
-    feature = {"chosen_ids": [1, 2, 3], "c_mask": [1] * 3, "reject_ids": [1, 4], "r_mask": [1] * 2, "prompt_ids_lens": 1}
+    feature = {
+        "chosen_ids": [1, 2, 3],
+        "c_mask": [1] * 3,
+        "reject_ids": [1, 4],
+        "r_mask": [1] * 2,
+        "prompt_ids_lens": 1,
+    }
     batch = DataCollatorWithPaddingForDPO(tokenizer, 8)([feature])
     assert batch["prompt_id_lens"].tolist() == [1, 1]
     assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 4, PAD_ID]]
@@ -116,12 +122,16 @@ def test_a_tokenizer_without_a_pad_token() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.tuples(st.text("ad10 ", min_size=1, max_size=6), st.text("bc4", min_size=1, max_size=9)), min_size=1, max_size=6)
+    st.lists(
+        st.tuples(st.text("ad10 ", min_size=1, max_size=6), st.text("bc4", min_size=1, max_size=9)),
+        min_size=1,
+        max_size=6,
+    )
 )
 def test_no_token_is_lost_or_moved(rows: list[tuple[str, str]]) -> None:
     table = RowsTable("t", [{"prompt": "x" + prompt, "chosen": text, "rejected": text + "!"} for prompt, text in rows])
     dataset = encode_preferences(table, TOKENIZER, max_length=64, template="base")
-    batch = DataCollatorWithPaddingForDPO(TOKENIZER)([dataset[i] for i in range(len(dataset))])
+    batch = DataCollatorWithPaddingForDPO(TOKENIZER)(list(dataset))
     assert batch["input_ids"].shape == (2 * len(rows), max(dataset.lengths))
     for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
         expected = dataset[row // 2]["reject_ids" if row % 2 else "chosen_ids"]
@@ -171,6 +181,8 @@ def test_columns_of_examples() -> None:
     assert columns["x"].tolist() == [[1, 2], [3, 4]]
     assert columns["y"].shape == (2,) and columns["y"][1] == [3, 4]
     assert columns["z"].tolist() == [None, "b"]
+    arrays = collate_fn_to_dict_list([{"a": np.array([1, 2])}, {"a": np.array([3, 4])}])["a"]
+    assert arrays.shape == (2,) and arrays[1].tolist() == [3, 4]
     assert collate_fn_to_dict_list([]) == {}
     with pytest.raises(ValueError, match="example 1 of the batch has no 'y', which example 0 has"):
         collate_fn_to_dict_list([{"y": 1}, {}])

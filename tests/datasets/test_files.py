@@ -91,9 +91,9 @@ def test_csv_cells_are_text_and_places_are_lines(tmp_path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([["prompt", "chosen"], ["two\nlines, quoted", "007"], ["next", long_answer]])
-    limit = csv.field_size_limit()
+    limit = csv.field_size_limit(1000)
     table = load_table(path)
-    assert csv.field_size_limit() == limit
+    assert csv.field_size_limit(limit) == 1000  # the caller's limit was put back
     assert list(table) == [
         {"prompt": "two\nlines, quoted", "chosen": "007"},
         {"prompt": "next", "chosen": long_answer},
@@ -202,7 +202,9 @@ def test_empty_file(tmp_path: Path, name: str) -> None:
     assert message_of(tmp_path / name) == f"{tmp_path}/{name} is empty"
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.json", "[]"), ("a.json", " \n"), ("a.jsonl", "\n\n"), ("a.csv", "x,y\n")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.json", "[]"), ("a.json", " \n"), ("a.jsonl", "\n\n"), ("a.csv", "x,y\n")]
+)
 def test_file_without_rows(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     assert f"{name} is empty" in message_of(tmp_path / name)

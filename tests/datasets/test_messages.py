@@ -40,7 +40,9 @@ def test_other_keys_are_kept_and_a_tool_call_needs_no_content() -> None:
     assert parse_messages([message]) == [{"role": "assistant", "tool_calls": [{"name": "f"}], "content": ""}]
 
 
-@pytest.mark.parametrize("value", [None, "hi", "", "[1, 2]", "[not json]", '["a"]', '{"role": "user", "content": "x"}', "[]"])
+@pytest.mark.parametrize(
+    "value", [None, "hi", "", "[1, 2]", "[not json]", '["a"]', '{"role": "user", "content": "x"}', "[]"]
+)
 def test_plain_text_is_not_a_conversation(value: object) -> None:
     assert parse_messages(value) is None
 

@@ -109,6 +109,31 @@ def test_a_thought_that_only_the_generation_prompt_opens_is_not_part_of_the_prom
     assert trained(dataset, 0, "chosen") == "easy</think>4<|im_end|>\n"
 
 
+# As Qwen's: a default system text, an empty thought before an answer that has none, and in the header if asked for.
+THINKING = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_an_empty_thought_is_trained_unless_the_header_has_it() -> None:
+    tokenizer = bpe_tokenizer(chat_template=THINKING)
+    head = "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    thought = "<think>\n\n</think>\n\n"
+    dataset = encode(row("2+2?", "4", "5"), tokenizer=tokenizer, template="qwen3")
+    assert untrained(dataset, 0, "chosen") == head
+    assert trained(dataset, 0, "chosen") == f"{thought}4<|im_end|>\n"
+    dataset = encode(
+        row("2+2?", "4", "5"), tokenizer=tokenizer, template="qwen3", template_options={"enable_thinking": False}
+    )
+    assert untrained(dataset, 0, "chosen") == head + thought
+    assert trained(dataset, 0, "chosen") == "4<|im_end|>\n"
+
+
 def test_conversations_and_system_texts() -> None:
     turns = [user("a"), answer("b"), user("c")]
     dataset = encode({"chosen": [*turns, answer("X")], "rejected": [*turns, answer("Y")], "system": "S"})
@@ -139,8 +164,10 @@ def test_the_mask_covers_the_answer_exactly(prompt: str, chosen: str, rejected: 
     except DataError as error:
         if "no preference pair is left" not in str(error):
             raise
-        assert chosen.strip() == rejected.strip() or not (prompt.strip() and chosen.strip() and rejected.strip()) or (
-            template == "base" and "empty prompt" in str(error)
+        assert (
+            chosen.strip() == rejected.strip()
+            or not (prompt.strip() and chosen.strip() and rejected.strip())
+            or (template == "base" and "empty prompt" in str(error))
         )
         return
     head = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" if template == "chatml" else prompt
@@ -159,7 +186,10 @@ def test_the_mask_covers_the_answer_exactly(prompt: str, chosen: str, rejected: 
 
 
 @settings(max_examples=25, deadline=None)
-@given(prompt=st.text("abc 12?", min_size=1).filter(str.strip), answers=st.sets(st.text("abc 12\n", min_size=1), min_size=2, max_size=2))
+@given(
+    prompt=st.text("abc 12?", min_size=1).filter(str.strip),
+    answers=st.sets(st.text("abc 12\n", min_size=1), min_size=2, max_size=2),
+)
 def test_without_merges_the_mask_is_the_answer_to_the_letter(prompt: str, answers: set[str]) -> None:
     tokenizer = tiny_tokenizer()
     chosen, rejected = sorted(answers)
@@ -327,7 +357,9 @@ def test_no_row_is_too_long_and_none_is_without_prompt_or_answer(
 
 
 def test_options_that_are_not_known() -> None:
-    with pytest.raises(ConfigError, match="overlong='cut' is not known; use one of drop, truncate_answer, truncate_prompt"):
+    with pytest.raises(
+        ConfigError, match="overlong='cut' is not known; use one of drop, truncate_answer, truncate_prompt"
+    ):
         encode(LONG, overlong="cut")
     with pytest.raises(ConfigError, match="max_length=1 leaves no room"):
         encode(LONG, max_length=1)
@@ -336,11 +368,16 @@ def test_options_that_are_not_known() -> None:
 
 
 def test_a_template_that_cannot_render_names_the_row(tmp_path: Path) -> None:
-    refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system') }}{% endif %}{{ m.content }}{% endfor %}"
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
     path = tmp_path / "pairs.jsonl"
     rows = [row("Q", "A", "B"), row("Q", "A", "B", system="S")]
     path.write_text("\n".join(json.dumps(r) for r in rows))
-    with pytest.raises(DataError, match=r"pairs.jsonl:2: chat template 'native' cannot render .* roles system, user: No system"):
+    with pytest.raises(
+        DataError, match=r"pairs.jsonl:2: chat template 'native' cannot render .* roles system, user: No system"
+    ):
         encode_preferences(load_table(path), bpe_tokenizer(chat_template=refusing), max_length=64)
 
 
@@ -356,7 +393,7 @@ def test_each_file_has_its_own_layout() -> None:
     assert untrained(dataset, 1, "chosen").startswith("<|im_start|>user\nQ<|im_end|>")
     assert dataset.origins.tolist() == [0, 1]
     broken = JoinedTable([*table.parts, RowsTable("c.jsonl", [{"prompt": "Q"}])])
-    with pytest.raises(DataError, match="c.jsonl has no columns chosen, rejected; its columns are: prompt"):
+    with pytest.raises(DataError, match=r"c.jsonl has no columns chosen, rejected; its columns are: prompt"):
         encode_preferences(broken, TOKENIZER, max_length=64)
 
 
@@ -366,11 +403,19 @@ def test_the_same_rows_give_the_same_tokens_in_any_number() -> None:
     again = encode(*rows, show_progress=False)
     assert len(dataset) == 600
     assert dataset.fingerprint() == again.fingerprint()
-    assert dataset.fingerprint() != encode(*rows[::-1]).fingerprint()
     single = encode(rows[599])
     assert dataset[599]["chosen_ids"].tolist() == single[0]["chosen_ids"].tolist() == dataset[-1]["chosen_ids"].tolist()
     with pytest.raises(IndexError):
         dataset[600]
+
+
+def test_the_fingerprint_changes_with_tokens_prompt_lengths_and_order() -> None:
+    rows = [row("a", "b", "c"), row("d", "e", "f")]
+    same_tokens = [row("xy", "b", "c")], [row("x", "yb", "yc")]
+    variants = [rows, rows[::-1], [row("a", "b", "x"), rows[1]], rows[:1], *same_tokens]
+    datasets = [encode(*variant, template="base") for variant in variants]
+    assert len({dataset.fingerprint() for dataset in datasets}) == 6
+    assert datasets[-1].tokens.tolist() == datasets[-2].tokens.tolist()
 
 
 def test_a_long_run_shows_progress_on_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:

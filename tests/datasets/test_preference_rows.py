@@ -114,9 +114,15 @@ def test_bare_texts_share_their_first_words() -> None:
     [
         ({"prompt": "Q", "chosen": None, "rejected": "B"}, "'chosen' has no value"),
         ({"prompt": None, "chosen": "A", "rejected": "B"}, "'prompt' has no value"),
-        ({"prompt": 3, "chosen": "A", "rejected": "B"}, "column 'prompt': expected text or a list of messages, found a int: 3"),
+        (
+            {"prompt": 3, "chosen": "A", "rejected": "B"},
+            "column 'prompt': expected text or a list of messages, found a int: 3",
+        ),
         ({"prompt": "Q", "chosen": "A", "rejected": []}, "column 'rejected': the list of messages is empty"),
-        ({"prompt": "Q", "chosen": "A", "rejected": [answer("B")]}, "'chosen' is text but 'rejected' is a list of messages"),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": [answer("B")]},
+            "'chosen' is text but 'rejected' is a list of messages",
+        ),
         ({"prompt": "Q", "system": 1, "chosen": "A", "rejected": "B"}, "column 'system' holds a int, expected text"),
         ({"instruction": "Q", "input": [user("x")], "chosen": "A", "rejected": "B"}, "column 'input' holds messages"),
         (
@@ -139,7 +145,10 @@ def test_bare_texts_share_their_first_words() -> None:
             {"prompt": [user("P")], "chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]},
             "chosen and rejected do not both begin with the messages of the prompt",
         ),
-        ({"chosen": "Q: A", "rejected": "Q: B"}, "are texts and the file has no prompt column .instruction, prompt, question"),
+        (
+            {"chosen": "Q: A", "rejected": "Q: B"},
+            "are texts and the file has no prompt column .instruction, prompt, question",
+        ),
     ],
 )
 def test_rows_that_are_not_pairs(row: dict[str, Any], reason: str) -> None:
@@ -154,7 +163,7 @@ def test_bare_texts_without_a_shared_word() -> None:
 
 def test_a_row_may_lack_a_column_that_others_have(tmp_path: Path) -> None:
     table = RowsTable("pairs.jsonl", [{"prompt": "Q", "chosen": "A", "rejected": "B"}, {"prompt": "Q", "chosen": "A"}])
-    with pytest.raises(DataError, match="pairs.jsonl:2: is not a pair: 'rejected' has no value"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:2: is not a pair: 'rejected' has no value"):
         parse_preference_row(table[1], find_preference_columns(table), "pairs.jsonl:2")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def test_every_row_once_an_epoch() -> None:
     for epoch in range(3):
         batches = list(sampler)
         assert [len(batch) for batch in batches] == [4, 4, 2]
-        assert sorted(sum(batches, [])) == list(range(10))
+        assert sorted(chain(*batches)) == list(range(10))
         assert sampler.epoch == epoch + 1
     assert sampler.batches_per_epoch == 3
 
@@ -125,7 +126,7 @@ def test_another_batch_size_goes_on_with_the_rows_that_were_not_seen() -> None:
     seen = sampler.next_batch() + sampler.next_batch()
     resumed = EpochSampler(10, 1, seed=3, drop_last=False)
     resumed.load_state_dict(sampler.state_dict())
-    assert sorted(seen + sum(resumed, [])) == list(range(10))
+    assert sorted(chain(seen, *resumed)) == list(range(10))
     wide = EpochSampler(10, 4, seed=3)  # the 2 rows that are left do not fill its batch
     wide.load_state_dict(sampler.state_dict())
     assert (wide.epoch, wide.index) == (1, 0)

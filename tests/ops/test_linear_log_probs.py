@@ -208,8 +208,11 @@ def test_one_token_and_a_vocabulary_of_one() -> None:
     assert (hidden.grad == 0).all() and (weight.grad == 0).all()
 
 
-@pytest.mark.parametrize("needed", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ()])
-def test_only_required_gradients(needed: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("needed", "num_products"),
+    [(("hidden", "weight"), 3), (("hidden",), 2), (("weight",), 2), (("bias",), 1), (("hidden", "bias"), 2), ((), 0)],
+)
+def test_only_required_gradients(needed: tuple[str, ...], num_products: int) -> None:
     given = inputs()
     full = dict(zip(("hidden", "weight", "bias"), run(given)[2:], strict=True))
     parts = {name: given[name].detach().requires_grad_(name in needed) for name in full}
@@ -217,8 +220,10 @@ def test_only_required_gradients(needed: tuple[str, ...]) -> None:
         parts["hidden"], parts["weight"], given["labels"], mask=given["mask"], bias=parts["bias"], with_entropy=True
     )
     assert entropy is not None and log_probs.requires_grad == bool(needed)
-    if needed:
-        (log_probs * given["grad_log_probs"] + entropy * given["grad_entropy"]).sum().backward()
+    with TensorWatch() as backward:
+        if needed:
+            (log_probs * given["grad_log_probs"] + entropy * given["grad_entropy"]).sum().backward()
+    assert backward.num_products == num_products
     for name, part in parts.items():
         if name in needed:
             torch.testing.assert_close(part.grad, full[name])
@@ -232,7 +237,9 @@ def test_gradients_from_one_of_the_two_results(which: int) -> None:
     hidden = given["hidden"]
     results = linear_log_probs(hidden, given["weight"], given["labels"], with_entropy=True)
     expected = reference(hidden @ given["weight"].T, given["labels"])
-    [found_grad] = torch.autograd.grad(results[which].sum(), hidden)
+    with TensorWatch() as backward:
+        [found_grad] = torch.autograd.grad(results[which].sum(), hidden)
+    assert ("addcmul" in backward.operations) == (which == 1)  # the pass that only the entropy needs
     [expected_grad] = torch.autograd.grad(expected[which].sum(), hidden)
     torch.testing.assert_close(found_grad, expected_grad)
 
@@ -245,6 +252,19 @@ def test_training_and_inference_agree_to_the_last_bit() -> None:
         inferred, entropy = linear_log_probs(*arguments, mask=given["mask"])
     assert trained.requires_grad and not inferred.requires_grad and entropy is None
     assert torch.equal(trained, inferred)
+
+
+def test_results_may_be_changed_in_place() -> None:
+    given = inputs()
+    log_probs, entropy = linear_log_probs(given["hidden"], given["weight"], given["labels"], with_entropy=True)
+    assert entropy is not None
+    log_probs.mul_(2.0)
+    entropy.masked_fill_(~given["mask"], 0.0)
+    [found] = torch.autograd.grad((log_probs + entropy).sum(), given["hidden"])
+    expected = reference(given["hidden"] @ given["weight"].T, given["labels"])
+    assert expected[0] is not None
+    [grad] = torch.autograd.grad((2.0 * expected[0] + expected[1] * given["mask"]).sum(), given["hidden"])
+    torch.testing.assert_close(found, grad)
 
 
 def test_a_tied_weight_gets_both_contributions() -> None:
@@ -270,8 +290,10 @@ def test_strides_do_not_matter() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_tokens_that_a_bias_forbids() -> None:
-    given = inputs()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tokens_that_a_bias_forbids(dtype: torch.dtype) -> None:
+    given = inputs(dtype=dtype)
+    given["grad_entropy"] *= 100.0
     forbidden = torch.zeros(37, dtype=torch.bool)
     forbidden[torch.tensor([1, 30, 36])] = True
     given["labels"] = torch.where(given["labels"] == 1, 2, given["labels"])

@@ -14,7 +14,7 @@ from roll.ops.log_probs import entropy_from_logits, log_probs_from_logits, next_
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def both_from_logits(
@@ -62,7 +62,7 @@ def test_numbers_by_hand() -> None:
     ("dtype", "tolerance", "grad_tolerance"),
     [
         (torch.float64, 1e-13, 1e-13),
-        (torch.float32, 1e-6, 1e-6),
+        (torch.float32, 1e-6, 3e-6),
         (torch.bfloat16, 1e-6, 4e-3),  # the gradient is rounded once, to the dtype of the logits
         (torch.float16, 1e-6, 5e-4),
     ],

@@ -11,6 +11,7 @@ Whether the workers are objects in this process or Ray actors is a detail of the
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
@@ -242,6 +243,14 @@ class Cluster:
     ) -> None:
         self.shutdown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A cluster on Ray can be sent to other processes, which may call its workers; it ends with the original."""
+        return {name: value for name, value in self.__dict__.items() if name not in (*self._bound, "_bound")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._bound = self._bind_registered_methods()
+
     def __repr__(self) -> str:
         return f"Cluster({self.cluster_name!r}, {self.worker_cls.__name__}, world_size={self.world_size})"
 
@@ -301,13 +310,11 @@ class Cluster:
 
     def _share_repeated(self, values: list[Any]) -> list[Any]:
         """The values of one argument for all ranks, with an object that several ranks get stored once."""
-        shared: dict[int, Any] = {}
-        counts: dict[int, int] = {}
-        for value in values:
-            counts[id(value)] = counts.get(id(value), 0) + 1
-        for value in values:
-            if counts[id(value)] > 1 and id(value) not in shared:
-                shared[id(value)] = self._backend.share(value)
+        counts = Counter(map(id, values))
+        repeated = {id(value): value for value in values if counts[id(value)] > 1}
+        if not repeated:
+            return values
+        shared = {key: self._backend.share(value) for key, value in repeated.items()}
         return [shared.get(id(value), value) for value in values]
 
 

@@ -13,8 +13,8 @@ import concurrent.futures
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,6 +52,9 @@ class LocalBackend(ExecutorBackend):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("workers in this process cannot be reached from another one; use backend='ray'")
+
     def spawn(self, specs: Sequence[WorkerSpec], timeout: float) -> list[Worker]:
         _check_devices(specs)
         _warn_about_environment(specs[0])
@@ -71,26 +74,27 @@ class LocalBackend(ExecutorBackend):
         except Exception as error:  # noqa: BLE001 - the border of a worker: every failure becomes one kind of error
             _fail(ref, method, error)
             return ref
-        if inspect.isawaitable(outcome):
-            asyncio.run_coroutine_threadsafe(_finish(handle, method, outcome, ref), self._running_loop())
+        if inspect.iscoroutine(outcome):
+            task = asyncio.run_coroutine_threadsafe(_finish(handle, method, outcome, ref), self._running_loop())
+            task.add_done_callback(lambda _: _give_up(ref, method, outcome))
         else:
             _succeed(ref, type(handle), method, outcome)
         return ref
 
     def gather(self, refs: Sequence[LocalRef], method: str, timeout: float) -> list[Any]:
-        if threading.current_thread() is self._loop_thread and not all(ref.done() for ref in refs):
-            raise WorkerError(
-                f"{method}(): an async method waits for async methods of its own cluster, on the event loop that has "
-                "to run them; call with blocking=False and await the references"
-            )
-        done, late = concurrent.futures.wait(refs, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
+        if not all(ref.done() for ref in refs):
+            if threading.current_thread() is self._loop_thread:
+                raise WorkerError(
+                    f"{method}(): an async method waits for async methods of its own cluster, on the event loop that "
+                    "has to run them; call with blocking=False and await the references"
+                )
+            concurrent.futures.wait(refs, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
         for ref in refs:
-            if ref in done and (error := ref.exception()) is not None:
+            if ref.done() and (error := ref.exception()) is not None:
                 raise error
+        late = [ref.context for ref in refs if not ref.done()]
         if late:
-            raise WorkerTimeoutError(
-                timeout_message(method, timeout, [ref.context for ref in refs if ref in late], len(refs))
-            )
+            raise WorkerTimeoutError(timeout_message(method, timeout, late, len(refs)))
         return [ref.result() for ref in refs]
 
     def node_of(self, handle: Worker) -> str:
@@ -125,13 +129,20 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _finish(worker: Worker, method: str, outcome: Awaitable[Any], ref: LocalRef) -> None:
+async def _finish(worker: Worker, method: str, outcome: Coroutine[Any, Any, Any], ref: LocalRef) -> None:
     try:
         value = await outcome
     except BaseException as error:  # noqa: BLE001 - as in submit; the call also ends when it is cancelled or exits
         _fail(ref, method, error)
     else:
         _succeed(ref, type(worker), method, value)
+
+
+def _give_up(ref: LocalRef, method: str, outcome: Coroutine[Any, Any, Any]) -> None:
+    """A task that is cancelled before its first step never reaches `_finish`."""
+    if not ref.done():
+        outcome.close()
+        _fail(ref, method, asyncio.CancelledError())
 
 
 def _succeed(ref: LocalRef, worker_cls: type, method: str, value: Any) -> None:
@@ -160,7 +171,7 @@ def _check_devices(specs: Sequence[WorkerSpec]) -> None:
     missing = sorted({device.gpu_rank for device in wanted if device.gpu_rank >= found})
     if missing:
         raise ConfigError(
-            f"{role}.device_mapping names GPU {', '.join(map(str, missing))}, but this machine shows {found} GPUs. "
+            f"{role}.device_mapping names GPU {', '.join(map(str, missing))}, but this machine shows {found} GPU(s). "
             + override_for(role, len(wanted) // len(specs), found)
         )
 

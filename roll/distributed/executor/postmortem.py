@@ -71,7 +71,7 @@ def explain_death(record: ProcessRecord, report: str) -> str:
     """Why the process of `record` ended. `report` is what Ray says of it. Runs on the machine of the process."""
     tail = _tail(record.stderr_path)
     if re.search(r"memory pressure|low on memory|OutOfMemory|memory usage threshold", report):
-        return f"out of memory, ended by Ray's memory monitor: {_one_line(report)}"
+        return _out_of_memory(record.pid, report)
     if exited := re.search(r"exit code (-?\d+)", report):
         return f"it exited with exit code {exited[1]}"
     if left := re.search(re.escape(_LAST_WORDS) + r"\((-?\d+)\)", tail):
@@ -119,6 +119,17 @@ def _method_frames(dump: str) -> str:
         else:
             frames.append(line)
     return ""
+
+
+def _out_of_memory(pid: int, report: str) -> str:
+    """Of the long report of Ray's memory monitor: how full the machine was, and what the worker itself held."""
+    reason = "out of memory: Ray's memory monitor ended it"
+    machine = re.search(r"was (\S+) used / (\S+) limit", report)
+    if machine is None:
+        return f"{reason}: {_one_line(report)}"
+    reason += f" when {machine[1]} of {machine[2]} were in use on that machine"
+    own = re.search(rf"pid={pid}, actual memory used=([^,\s]+)", report)
+    return reason + (f", {own[1]} of it by this worker" if own else "")
 
 
 def _tail(path: str) -> str:

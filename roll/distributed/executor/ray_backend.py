@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import socket
 import sys
 import time
@@ -76,6 +77,11 @@ _DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, L
 _BOOKED = 0.01
 _SECONDS_BETWEEN_START_WARNINGS = 30.0
 _SECONDS_FOR_POSTMORTEM = 5.0
+_SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
+# How gloo and nccl say that another rank has gone.
+_LOST_PEER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|DistBackendError|DistStoreError", re.I
+)
 
 # Backends whose workers may still run; an exit of this process ends them first.
 _LIVE_BACKENDS: "weakref.WeakSet[RayBackend]" = weakref.WeakSet()
@@ -231,11 +237,15 @@ class RayBackend(ExecutorBackend):
         self._contexts: dict[Any, WorkerContext] = {}  # by actor id
         self._started: dict[Any, _Started] = {}  # by actor id
         self._closed_because = ""
+        self._owns_workers = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process may call the workers; they end with the original."""
+        return {**self.__dict__, "_owns_workers": False}
 
     def spawn(self, specs: Sequence[WorkerSpec], timeout: float) -> list[ActorHandle]:
         connect_to_ray()
         _LIVE_BACKENDS.add(self)
-        deadline = time.monotonic() + timeout
         worker_cls = specs[0].worker_cls
         gpus = _reserve_gpus(self._resource_manager, specs) if specs[0].context.devices else None
         actor_cls = ray.remote(_host_class(worker_cls))
@@ -244,9 +254,8 @@ class RayBackend(ExecutorBackend):
             self._handles.append(handle)
             self._contexts[handle._actor_id] = spec.context
         try:
-            self._wait_for_processes(deadline)
-            first = self._handles[0]
-            reserved = self.gather([first._reserve_port.remote()], "_reserve_port", deadline - time.monotonic())
+            self._wait_for_processes(timeout)
+            reserved = self.gather([self._handles[0]._reserve_port.remote()], "__init__", timeout)
             # Pickled by hand: unpickled once the driver's import path is in place, and a failure is ours to report.
             payload = ray.put(cloudpickle.dumps((worker_cls, specs[0].worker_config)))
             import_path = [os.path.abspath(folder) for folder in sys.path]
@@ -256,7 +265,7 @@ class RayBackend(ExecutorBackend):
                 master = reserved[0] if spec.context.world_size > 1 else None
                 context = replace(spec.context, master=master, device_index=index)
                 refs.append(handle._construct.remote(payload, context, dict(spec.env), import_path))
-            self.gather(refs, "__init__", deadline - time.monotonic())
+            self.gather(refs, "__init__", timeout)
         except BaseException:
             self.shutdown()
             raise
@@ -274,12 +283,14 @@ class RayBackend(ExecutorBackend):
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                _never_mind(pending)
                 raise self._timeout(pending, method, timeout, len(refs))
             try:
                 values[ready[0]] = ray.get(ready[0])
             except RayError as error:
+                ref, root = _root_cause(ready[0], error, pending)
                 _never_mind(pending)
-                self._raise(ready[0], method, error)
+                self._raise(ref, method, root)
         return [values[ref] for ref in refs]
 
     def node_of(self, handle: ActorHandle) -> str:
@@ -292,26 +303,29 @@ class RayBackend(ExecutorBackend):
     def shutdown(self) -> None:
         self._closed_because = self._closed_because or "its cluster was shut down"
         _LIVE_BACKENDS.discard(self)
+        if self._owns_workers:
+            self._kill_workers()
+
+    def _kill_workers(self) -> None:
         if ray.is_initialized():
             for handle in self._handles:
                 ray.kill(handle)
         self._handles = []
 
-    def _wait_for_processes(self, deadline: float) -> None:
+    def _wait_for_processes(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         refs = [handle._report.remote() for handle in self._handles]
         waiting: list[Any] = refs
-        while True:
+        while waiting:
             patience = min(_SECONDS_BETWEEN_START_WARNINGS, max(0.0, deadline - time.monotonic()))
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=patience)
-            if not waiting or time.monotonic() >= deadline:
-                break
-            logger.warning(
-                "still waiting for the processes of %s; Ray has %s of %s free",
-                ", ".join(self._context_of(ref).worker_name for ref in waiting),
-                ray.available_resources(),
-                ray.cluster_resources(),
-            )
-        reports = self.gather(refs, "_report", deadline - time.monotonic())
+            if waiting:
+                names = ", ".join(self._context_of(ref).worker_name for ref in waiting)
+                free = f"Ray has {ray.available_resources()} free of {ray.cluster_resources()}"
+                if time.monotonic() >= deadline:
+                    raise WorkerTimeoutError(f"no process for {names} after rpc_timeout={timeout:g} seconds; {free}")
+                logger.warning("still waiting for the processes of %s; %s", names, free)
+        reports = self.gather(refs, "__init__", timeout)
         self._started = {handle._actor_id: report for handle, report in zip(self._handles, reports, strict=True)}
 
     def _context_of(self, ref: ObjectRef) -> WorkerContext:
@@ -330,6 +344,9 @@ class RayBackend(ExecutorBackend):
         raise WorkerError(f"{context.describe()} failed in {method}(): {error}") from cause
 
     def _died(self, ref: ObjectRef, method: str, error: RayError) -> WorkerDiedError:
+        """Find out why, and end the other workers. Calls that were under way elsewhere report the first death."""
+        if self._closed_because:
+            return WorkerDiedError(f"{method}() did not finish: {self._closed_because}")
         context = self._context_of(ref)
         started = self._started.get(ref.task_id().actor_id())
         where, reason = "", " ".join(str(error).split())
@@ -339,7 +356,7 @@ class RayBackend(ExecutorBackend):
         who = f"{context.worker_name} (rank {context.rank} of {context.world_size}{where})"
         self._closed_because = f"{who} died during {method}(): {reason}"
         others = len(self._handles) - 1
-        self.shutdown()
+        self._kill_workers()
         stopped = f"\nThe other {others} worker(s) of {context.cluster_name} were stopped." if others else ""
         return WorkerDiedError(f"{self._closed_because}{stopped}")
 
@@ -351,6 +368,25 @@ class RayBackend(ExecutorBackend):
             if stack:
                 message += f"\n{self._context_of(ref).worker_name} is here (most recent call first):\n{stack}"
         return WorkerTimeoutError(message)
+
+
+def _root_cause(ref: ObjectRef, error: RayError, pending: Sequence[ObjectRef]) -> tuple[ObjectRef, RayError]:
+    """The death of another worker, where `error` only says that a peer was lost; else `error` itself.
+
+    Peers in a collective notice a closed connection at once, often before Ray notices that a process is gone.
+    """
+    deadline = time.monotonic() + _SECONDS_FOR_A_DEATH_TO_SHOW
+    waiting = list(pending) if _LOST_PEER.search(str(getattr(error, "cause", "")).partition("\n")[0]) else []
+    while waiting and time.monotonic() < deadline:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=deadline - time.monotonic())
+        for other in ready:
+            try:
+                ray.get(other)
+            except _DEATHS as death:
+                return other, death
+            except RayError:
+                continue  # another that lost the same peer
+    return ref, error
 
 
 def _never_mind(refs: Sequence[ObjectRef]) -> None:

@@ -1,6 +1,6 @@
 """Functions on the columns of a batch: making, comparing, joining and labelling them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,17 @@ def row_positions(idxs: Any, num_rows: int) -> np.ndarray:
     return np.where(index < 0, index + num_rows, index)
 
 
+def epoch_orders(num_rows: int, epochs: int, shuffle: bool, seed: int | None) -> Iterator[torch.Tensor]:
+    """The order of the rows for every epoch, drawn without touching torch's global random state."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    for _ in range(epochs):
+        yield torch.randperm(num_rows, generator=generator) if shuffle else torch.arange(num_rows)
+
+
 def row_labels(column: torch.Tensor | np.ndarray) -> list[str]:
     """`str(value)` of every row; tensors as their Python numbers."""
     values = column.tolist() if isinstance(column, torch.Tensor) else column
@@ -100,7 +111,7 @@ def concat_column(key: str, columns: list[Column]) -> Column:
     try:
         return concat_tensors(columns)
     except RuntimeError as error:
-        kinds = [f"{column.dtype} {tuple(column.shape)} on {column.device}" for column in columns]
+        kinds = [f"{column.dtype} {tuple(column.shape)}" for column in columns]
         raise ValueError(f"cannot concat column {key!r} of {kinds}: {error}") from error
 
 
@@ -162,6 +173,15 @@ def union_numpy_dict(dict1: dict[str, np.ndarray], dict2: Mapping[str, np.ndarra
 def new_items(source: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
     """The items of one mapping whose keys are not in the other."""
     return {key: value for key, value in source.items() if key not in target}
+
+
+def check_same_keys(expected: Mapping[str, Any], found: Mapping[str, Any], name: str) -> None:
+    """Raise unless both have the same columns; `name` is that of the second."""
+    if expected.keys() != found.keys():
+        raise ValueError(
+            f"cannot concat batches with different columns: {name} lacks {sorted(expected.keys() - found.keys())} "
+            f"and adds {sorted(found.keys() - expected.keys())}"
+        )
 
 
 def check_same_values(left: Mapping[str, Any], right: Mapping[str, Any], kind: str) -> None:

@@ -187,7 +187,7 @@ def _encode(value: Any, where: str) -> Any:
         return {"$array": {"dtype": value.dtype.str, "shape": shape, "data": _to_text(value.tobytes())}}
     if isinstance(value, torch.Tensor) and is_plain(value):
         data = _to_text(tensor_bytes(value).tobytes())
-        return {"$tensor": {"dtype": dtype_name(value), "shape": list(value.shape), "data": data}}
+        return {"$tensor": {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}}
     raise DataError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: expected None, "
         "bool, int, float, str, list, tuple, dict, numpy arrays and scalars, or tensors"

@@ -18,6 +18,7 @@ dict of their source, except `concat` of several, which makes a new one.
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from os import PathLike
 from typing import Any
 
@@ -27,10 +28,12 @@ from tensordict import TensorDictBase
 
 from roll.distributed.scheduler import batch_files
 from roll.distributed.scheduler.batch_columns import (
+    check_same_keys,
     check_same_values,
     clone_column,
     concat_column,
     custom_np_concatenate,
+    epoch_orders,
     list_of_dict_to_dict_of_list,
     make_tensor_dict,
     map_rows,
@@ -44,7 +47,13 @@ from roll.distributed.scheduler.batch_columns import (
     union_numpy_dict,
     union_tensor_dict,
 )
-from roll.distributed.scheduler.batch_memory import as_picklable, map_tensors
+from roll.distributed.scheduler.batch_memory import (
+    LentColumns,
+    LentTensor,
+    as_picklable,
+    as_picklable_column,
+    map_tensors,
+)
 from roll.distributed.scheduler.object_refs import ObjectRefWrap, is_ref, wait_for_refs
 
 __all__ = [
@@ -77,7 +86,7 @@ class DataProto:
         meta_info: kept as the object that it is, never copied.
     """
 
-    batch: TensorDictBase | None
+    _batch: TensorDictBase | LentColumns | None
     non_tensor_batch: dict[str, np.ndarray]
     meta_info: dict[str, Any]
 
@@ -117,18 +126,26 @@ class DataProto:
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict(tensors, arrays, meta_info)
 
+    @property
+    def batch(self) -> TensorDictBase | None:
+        """The tensor columns; None if there are none. What Ray has lent is copied when this is first read."""
+        if isinstance(self._batch, LentColumns):
+            self._batch = self._batch.own()
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: TensorDictBase | None) -> None:
+        if batch is not None and not isinstance(batch, TensorDictBase):
+            raise TypeError(f"batch is a {type(batch).__name__}; expected a TensorDict (from_dict takes a dict)")
+        if batch is not None and batch.batch_dims != 1:
+            raise ValueError(f"batch has the batch dimensions {tuple(batch.batch_size)}; expected one")
+        self._batch = batch
+
     def check_consistency(self) -> None:
         """Raise if the stores do not form one batch: types, number of rows, names in both stores."""
-        if self.batch is not None:
-            if not isinstance(self.batch, TensorDictBase):
-                raise TypeError(
-                    f"batch is a {type(self.batch).__name__}; expected a TensorDict (DataProto.from_dict takes a dict)"
-                )
-            if self.batch.batch_dims != 1:
-                raise ValueError(f"batch has the batch dimensions {tuple(self.batch.batch_size)}; expected one")
         if not isinstance(self.meta_info, dict):
             raise TypeError(f"meta_info is a {type(self.meta_info).__name__}; expected a dict")
-        tensors, num_rows = self._tensors(), len(self)
+        tensors, num_rows = self._columns(), len(self)
         for key, column in self.non_tensor_batch.items():
             if not isinstance(key, str):
                 raise TypeError(f"a column name is a string; found {key!r}")
@@ -143,14 +160,14 @@ class DataProto:
                 raise ValueError(f"non-tensor column {key!r} has {len(column)} rows; the batch has {num_rows}")
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
+        if self._batch is not None:
+            return len(self._batch)
         return next((len(column) for column in self.non_tensor_batch.values()), 0)
 
     def __repr__(self) -> str:
         tensors = [
             f"{key}: {str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
-            for key, value in self._tensors().items()
+            for key, value in self._columns().items()
         ]
         columns = ", ".join([*tensors, *self.non_tensor_batch]) or "no columns"
         return f"DataProto({len(self)} rows; {columns}; meta_info: {', '.join(map(str, self.meta_info)) or 'empty'})"
@@ -158,17 +175,14 @@ class DataProto:
     # Columns
 
     def __contains__(self, key: str) -> bool:
-        return key in self.non_tensor_batch or key in self._tensors()
+        return key in self.non_tensor_batch or key in self._columns()
 
     def __getitem__(self, item: Any) -> Any:
         """`data["name"]` is a column. `data[i]` (one row), `data[a:b]` and `data[indices]` are DataProtos."""
         if isinstance(item, str):
-            tensors = self._tensors()
-            if item in tensors:
-                return tensors[item]
-            if item in self.non_tensor_batch:
-                return self.non_tensor_batch[item]
-            raise self._missing([item])
+            if item not in self:
+                raise self._missing([item])
+            return self.non_tensor_batch[item] if item in self.non_tensor_batch else self._tensors()[item]
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, int | np.integer):
@@ -192,9 +206,9 @@ class DataProto:
             if self.batch is not None and key in self._tensors():
                 del self.batch[key]
             return
-        if self.batch is None:
-            self.batch = make_tensor_dict({}, len(value))
-        self.batch[key] = value
+        batch = make_tensor_dict({}, len(value)) if self.batch is None else self.batch
+        batch[key] = value
+        self.batch = batch
         self.non_tensor_batch.pop(key, None)
 
     def __delitem__(self, key: str) -> None:
@@ -286,9 +300,8 @@ class DataProto:
         check_same_values(self.meta_info, other.meta_info, "meta_info")
 
         if other.batch is not None:
-            if self.batch is None:
-                self.batch = make_tensor_dict({}, len(other))
-            self.batch.update(new_items(other._tensors(), self._tensors()))
+            batch = make_tensor_dict({}, len(other)) if self.batch is None else self.batch
+            self.batch = batch.update(new_items(other._tensors(), self._tensors()))
         self.non_tensor_batch.update(new_items(other.non_tensor_batch, self.non_tensor_batch))
         self.meta_info.update(new_items(other.meta_info, self.meta_info))
         return self
@@ -383,19 +396,9 @@ class DataProto:
             raise ValueError(f"dataloader_kwargs {sorted(options)} are not supported; only 'shuffle' is")
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"mini_batch_size={mini_batch_size} must be positive and divide the {len(self)} rows")
-        generator = torch.Generator()
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed)
-
-        def batches() -> Iterator[DataProto]:
-            for _ in range(epochs):
-                order = torch.randperm(len(self), generator=generator) if shuffle else torch.arange(len(self))
-                for start in range(0, len(self), mini_batch_size):
-                    yield self.select_idxs(order[start : start + mini_batch_size])
-
-        return batches()
+        orders = epoch_orders(len(self), epochs, shuffle, seed)
+        starts = range(0, len(self), mini_batch_size)
+        return (self.select_idxs(order[start : start + mini_batch_size]) for order in orders for start in starts)
 
     def _rows(self, index: _RowSlice | np.ndarray) -> "DataProto":
         """The rows at `index`: a slice with a positive step, or non-negative positions."""
@@ -439,11 +442,13 @@ class DataProto:
         if not filled:
             return DataProto(meta_info=meta_info)
         first = filled[0]
-        for element in filled:
-            first._check_same_columns(element, f"element {next(i for i, d in enumerate(data) if d is element)}")
+        for i, element in enumerate(data):
+            if element._has_columns():
+                check_same_keys(first._columns(), element._columns(), f"batch of element {i}")
+                check_same_keys(first.non_tensor_batch, element.non_tensor_batch, f"non_tensor_batch of element {i}")
         batch = None
-        if first.batch is not None:
-            tensors = [element._tensors() for element in filled]
+        if first._batch is not None:
+            tensors = [element._columns() for element in filled]
             columns = {key: concat_column(key, [t[key] for t in tensors]) for key in tensors[0]}
             batch = make_tensor_dict(columns, sum(len(element) for element in filled))
         arrays = {
@@ -461,9 +466,9 @@ class DataProto:
         An element is a DataProto, a future, a Ray ObjectRef, or an `ObjectRefWrap` of one of them. The first failure
         is raised at once; `timeout` (seconds, for all together) raises WorkerTimeoutError.
         """
-        wraps = [ref if isinstance(ref, ObjectRefWrap) else ObjectRefWrap(ref, collected=True) for ref in data_refs]
-        values = wait_for_refs([wrap.obj_ref for wrap in wraps], timeout)
-        collected = [value for wrap, value in zip(wraps, values, strict=True) if wrap.collected]
+        values = wait_for_refs([ref.obj_ref if isinstance(ref, ObjectRefWrap) else ref for ref in data_refs], timeout)
+        is_collected = [not isinstance(ref, ObjectRefWrap) or ref.collected for ref in data_refs]
+        collected = list(compress(values, is_collected))
         for value in collected:
             if not isinstance(value, DataProto):
                 raise TypeError(f"a reference gave a {type(value).__name__}; expected a DataProto")
@@ -493,11 +498,11 @@ class DataProto:
         return self.clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tensors arrive on the CPU, writable, with their own rows only: see `PickledTensor`. Numpy arrays inside rows
+        """Tensors arrive on the CPU, writable, with their own rows only: see `batch_memory`. Numpy arrays inside rows
         or `meta_info` arrive as Ray hands them out: read-only."""
-        tensors = {key: map_tensors(value, as_picklable) for key, value in self._tensors().items()}
+        tensors = {key: as_picklable_column(value) for key, value in self._columns().items()}
         arrays = {key: map_rows(column, as_picklable) for key, column in self.non_tensor_batch.items()}
-        num_rows = None if self.batch is None else len(self)
+        num_rows = None if self._batch is None else len(self)
         return _restore, (num_rows, tensors, arrays, map_tensors(self.meta_info, as_picklable))
 
     def save(self, folder: str | PathLike[str]) -> None:
@@ -529,12 +534,16 @@ class DataProto:
     def _tensors(self) -> dict[str, Any]:
         return {} if self.batch is None else dict(self.batch.items())
 
+    def _columns(self) -> dict[str, Any]:
+        """As `_tensors`, but what is lent stays so: for copying and sending."""
+        return {} if self._batch is None else dict(self._batch.items())
+
     def _has_columns(self) -> bool:
         """Whether the number of rows is fixed. A TensorDict fixes it even before it has a column."""
-        return self.batch is not None or bool(self.non_tensor_batch)
+        return self._batch is not None or bool(self.non_tensor_batch)
 
     def _checked_keys(self, keys: Keys, store: str) -> list[str]:
-        names = self.validate_input(keys)
+        names = list(dict.fromkeys(self.validate_input(keys)))
         available = self._tensors() if store == "batch" else self.non_tensor_batch
         missing = [key for key in names if key not in available]
         if missing:
@@ -547,22 +556,15 @@ class DataProto:
             f"{sorted(self._tensors())}, non_tensor_batch has {sorted(self.non_tensor_batch)}"
         )
 
-    def _check_same_columns(self, other: "DataProto", name: str) -> None:
-        """Raise unless the rows of `other` can be appended."""
-        stores = {"batch": (self._tensors(), other._tensors())}
-        stores["non_tensor_batch"] = (self.non_tensor_batch, other.non_tensor_batch)
-        for store, (expected, found) in stores.items():
-            if expected.keys() != found.keys():
-                raise ValueError(
-                    f"cannot concat batches with different columns: {store} of {name} lacks "
-                    f"{sorted(expected.keys() - found.keys())} and adds {sorted(found.keys() - expected.keys())}"
-                )
-
 
 def _restore(
     num_rows: int | None, tensors: dict[str, Any], arrays: Mapping[str, Any], meta_info: dict[str, Any]
 ) -> DataProto:
-    return DataProto(None if num_rows is None else make_tensor_dict(tensors, num_rows), arrays, meta_info)
+    data = DataProto(None, arrays, meta_info)
+    if num_rows is not None:
+        lent = any(isinstance(value, LentTensor) for value in tensors.values())
+        data._batch = LentColumns(tensors, num_rows) if lent else make_tensor_dict(tensors, num_rows)
+    return data
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

@@ -8,8 +8,11 @@ ROLE/                    opens with plain `from_pretrained`: weights in training
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ FORMAT_VERSION = 1
 def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
     """Write the optimizer's state under the names of the parameters. `sharded`: all ranks call this together."""
     state = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"optimizer": state}, checkpoint_id=folder, no_dist=not sharded)
+    with _quiet():
+        dcp.save({"optimizer": state}, checkpoint_id=folder, no_dist=not sharded)
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
@@ -37,8 +41,17 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
             f"{folder}: no optimizer state here; to start from the weights alone, set `pretrain` to this checkpoint"
         )
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder, no_dist=not sharded)
+    with _quiet():
+        dcp.load(state, checkpoint_id=folder, no_dist=not sharded)
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remark that a process which says `no_dist` is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def random_states() -> dict[str, Any]:

@@ -33,7 +33,8 @@ from roll.distributed.strategy.weight_sync import checksum
 from roll.models.linear_head import use_linear_logits
 from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
 from roll.models.model_providers import default_tokenizer_provider
-from roll.ops import LinearLogits, next_token_log_probs
+from roll.ops.linear_logits import LinearLogits
+from roll.ops.log_probs import next_token_log_probs
 from roll.utils.seeding import seed_everything
 
 if TYPE_CHECKING:
@@ -136,18 +137,24 @@ class InferenceStrategy(ABC):
         """One forward pass of the model over a micro-batch; logits are not built when the head allows it."""
         return self.model(**self._model_inputs(data), use_cache=False).logits
 
+    def score(
+        self, output: ModelOutput, input_ids: Tensor, mask: Tensor, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of each next token and entropy of its distribution, (B, S-1), 0 where `mask[:, 1:]` is 0."""
+        temperature = self.worker.log_prob_temperature
+        return next_token_log_probs(output, input_ids, mask, temperature=temperature, with_entropy=with_entropy)
+
     def op_compute_log_probs(self, logits: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Log-probability of each next token, (B, S-1), exactly 0 where `attention_mask[:, 1:]` is 0.
 
         The mask is whatever the caller wants scored: DPO passes the attention mask, RL the response mask.
         """
-        return next_token_log_probs(logits, input_ids, attention_mask, temperature=self.worker.log_prob_temperature)[0]
+        return self.score(logits, input_ids, attention_mask)[0]
 
     def op_compute_entropy(self, logits: ModelOutput, attention_mask: Tensor) -> Tensor:
         """Entropy of each next-token distribution, (B, S-1), exactly 0 where `attention_mask[:, 1:]` is 0."""
         any_label = torch.zeros_like(attention_mask, dtype=torch.long)
-        temperature = self.worker.log_prob_temperature
-        entropy = next_token_log_probs(logits, any_label, attention_mask, temperature=temperature, with_entropy=True)[1]
+        entropy = self.score(logits, any_label, attention_mask, with_entropy=True)[1]
         assert entropy is not None
         return entropy
 

@@ -31,10 +31,17 @@ from roll.distributed.strategy.checkpoint import (
     save_optimizer,
 )
 from roll.distributed.strategy.micro_batches import Rows, plan_by_rows, plan_by_tokens
-from roll.distributed.strategy.strategy import InferenceStrategy, LossFunction, Metrics, ModelOutput, row_lengths
+from roll.distributed.strategy.strategy import (
+    InferenceStrategy,
+    LossFunction,
+    Metrics,
+    ModelOutput,
+    full_tensor,
+    row_lengths,
+)
 from roll.exceptions import DataError, RollError
 from roll.models.hf_checkpoint import atomic_folder, load_hf_weights, write_hf_files
-from roll.ops import next_token_log_probs
+from roll.ops.log_probs import next_token_log_probs
 
 TRAINING_FOLDER = "training"
 MAX_BAD_STEPS = 3  # consecutive non-finite steps before a run stops
@@ -105,7 +112,7 @@ class TrainStrategy(InferenceStrategy):
         return {
             **metrics,
             f"{role}/grad_norm": grad_norm,
-            f"{role}/skipped_steps@sum": float(self.bad_steps_in_a_row > 0),
+            f"{role}/skipped_steps@max": float(self.bad_steps_in_a_row > 0),
         }
 
     def _optimizer_step(self, loss: Tensor, batch: DataProto) -> float:
@@ -259,6 +266,19 @@ class TrainStrategy(InferenceStrategy):
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        return self.scheduler.get_last_lr()[0]
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients that the optimizer is about to use, whole. For tests and diagnosis; all ranks call it."""
+        return {
+            name: full_tensor(parameter.grad).detach().cpu().clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
 
     def make_optimizer(self) -> None:
         args = self.worker_config.training_args

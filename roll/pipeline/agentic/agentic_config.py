@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from roll.configs.base_config import PPOConfig, RouterArguments
+from roll.configs.batch_plan import division_problems
 from roll.configs.config_model import (
     LATE,
     UNUSED_IN_ROLL,
@@ -77,10 +78,10 @@ class EnvMonitorConfig(ConfigModel):
     enable: bool = True
     """Watch."""
 
-    monitor_interval: Positive = 30
+    monitor_interval: Positive = 30.0
     """Seconds between two looks."""
 
-    hung_timeout: Positive = 3600
+    hung_timeout: Positive = 3600.0
     """Seconds without a sign of life after which an environment is reported."""
 
 
@@ -115,7 +116,7 @@ class EnvManagerConfig(WorkerConfig):
     max_traj_per_env: Whole = -1
     """Trajectories that an environment may give per pipeline step; -1 is as many as the batch needs."""
 
-    format_penalty: Annotated[Number, NoEffect("environments have their own")] = 0
+    format_penalty: Annotated[Number, NoEffect("environments have their own")] = 0.0
     """Penalty for a malformed answer."""
 
     worker_cls: Any = "roll.pipeline.agentic.environment_worker.EnvironmentWorker"
@@ -255,35 +256,44 @@ class AgenticConfig(PPOConfig):
         return needed if is_async or manager.max_traj_per_env < 0 else manager.max_traj_per_env
 
     def _problems(self) -> list[Problem]:
-        problems = super()._problems() + self._env_problems("train_env_manager", "rollout_batch_size")
-        if not self.rows_are_turns:
-            for plan in self.batch_plans().values():
-                problems += plan.problems("rollout_batch_size", multiple_of=self.train_env_manager.group_size)
+        problems = super()._problems() + self._batch_problems() + self._env_problems("train_env_manager")
         if self.eval_steps > 0:
-            problems += self._env_problems("val_env_manager", "val_batch_size")
-        # A batch that misses two conditions is reported once, by the values that meet both.
-        return list({problem.key: problem for problem in problems}.values())
+            problems += self._validation_problems() + self._env_problems("val_env_manager")
+        return problems
 
-    def _env_problems(self, key: str, batch_key: str) -> list[Problem]:
+    def _batch_problems(self) -> list[Problem]:
+        """Trajectories come in whole groups, and fill optimizer steps unless their number of rows is not known."""
+        group_size = self.train_env_manager.group_size
+        plans = [] if self.rows_are_turns else list(self.batch_plans().values())
+        if self.rollout_batch_size % group_size == 0:
+            return division_problems(plans, "rollout_batch_size", multiple_of=group_size)
+        divisor = math.lcm(group_size, *(plan.divisor for plan in plans))
+        low, high = nearest_multiples(self.rollout_batch_size, divisor)
+        expected = f"a multiple of {divisor}, because train_env_manager.group_size is {group_size}"
+        return [wrong("rollout_batch_size", self.rollout_batch_size, expected, f"use {low} or {high}")]
+
+    def _validation_problems(self) -> list[Problem]:
+        num_envs = self.val_env_manager.num_env_groups * self.val_env_manager.group_size
+        if self.val_batch_size == 0:
+            return [wrong("val_batch_size", 0, "a positive number, or -1 to run all environments")]
+        if self.val_batch_size < 0 or self.val_batch_size % num_envs == 0:
+            return []
+        low, high = nearest_multiples(self.val_batch_size, num_envs)
+        expected = f"a multiple of {num_envs}, the environments of val_env_manager"
+        return [wrong("val_batch_size", self.val_batch_size, expected, f"use {low} or {high}")]
+
+    def _env_problems(self, key: str) -> list[Problem]:
         manager: EnvManagerConfig = getattr(self, key)
-        batch_size = getattr(self, batch_key)
-        num_envs = manager.num_env_groups * manager.group_size
+        batch_key = "rollout_batch_size" if key == "train_env_manager" else "val_batch_size"
+        batch_size, num_envs = getattr(self, batch_key), manager.num_env_groups * manager.group_size
         problems = []
-        divisor = manager.group_size if key == "train_env_manager" else num_envs
-        if batch_size > 0 and batch_size % divisor:
-            low, high = nearest_multiples(batch_size, divisor)
-            what = f"{key}.group_size" if divisor == manager.group_size else f"the environments of {key}"
-            problems.append(wrong(batch_key, batch_size, f"a multiple of {divisor}, {what}", f"use {low} or {high}"))
-        elif batch_size > manager.max_traj_per_env * num_envs:
-            expected = f"at least {math.ceil(batch_size / num_envs)}, for {batch_key} = {batch_size} on {num_envs} environments"
+        if batch_size > manager.max_traj_per_env * num_envs:
+            needed = math.ceil(batch_size / num_envs)
+            expected = f"at least {needed}, for {batch_key} = {batch_size} on {num_envs} environments"
             problems.append(wrong(f"{key}.max_traj_per_env", manager.max_traj_per_env, expected, "-1 is always enough"))
-        if batch_size == 0:
-            problems.append(wrong(batch_key, 0, "a positive number, or -1 to run all environments"))
-        if self.custom_envs:
-            for tag in [tag for tag in manager.tags if tag not in self.custom_envs]:
-                guess = did_you_mean(tag, self.custom_envs)
-                expected = "names of custom_envs: " + ", ".join(self.custom_envs)
-                problems.append(wrong(f"{key}.tags", tag, expected, guess))
+        for tag in [tag for tag in manager.tags if self.custom_envs and tag not in self.custom_envs]:
+            expected = "names of custom_envs: " + ", ".join(self.custom_envs)
+            problems.append(wrong(f"{key}.tags", tag, expected, did_you_mean(tag, self.custom_envs)))
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:
@@ -316,3 +326,9 @@ class AgenticConfig(PPOConfig):
         managers = [self.custom_envs.get(tag, {}).get("env_manager_cls") for tag in self.train_env_manager.tags]
         by_step = any(manager is not None and "step" in str(manager).lower() for manager in managers)
         return by_step or self.adv_estimator in ("gigpo", "step_reinforce")
+
+    @property
+    def max_turns(self) -> int | None:
+        limits = [self.custom_envs.get(tag, {}).get("max_steps") for tag in self.train_env_manager.tags]
+        known = [limit for limit in limits if isinstance(limit, int)]
+        return max(known) if known and len(known) == len(limits) else None

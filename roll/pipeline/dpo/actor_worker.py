@@ -14,11 +14,13 @@ from roll.algorithms.preference_loss import (
     sequence_log_probs,
     split_pairs,
 )
+from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
 from roll.pipeline.loss_io import Metrics, report
 from roll.utils.columns import column
+from roll.utils.metrics.reduction import append_to_dict
 
 
 def get_logps(per_token_logps: Tensor, attention_mask: Tensor, prompt_id_lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +85,33 @@ class PreferenceSettings:
 
 class ActorWorker(BaseActorWorker):
     """A policy trained on preference pairs, and the reference that it is compared with."""
+
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
+    def compute_log_probs(self, data: DataProto) -> DataProto:
+        """Log-probability of every token given those before it: `log_probs`, (2P, S-1), prompt tokens included.
+
+        Args:
+            data: `input_ids`, `attention_mask` (2P, S), rows interleaved chosen, rejected.
+        """
+        metrics: dict[str, Any] = {}
+        with self.timed("compute_log_probs", metrics):
+            data = self.strategy.get_data_input(data)
+            results = self.strategy.forward_step(data, self.forward_func_log_probs)
+        return DataProto.from_dict(results, meta_info={"metrics": metrics})
+
+    def forward_func_log_probs(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs_RT, _ = self.score(data, output_tensor, data["attention_mask"][:, 1:].bool())
+        return log_probs_RT, {"log_probs": log_probs_RT}
+
+    @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
+    def train_step(self, data: DataProto) -> DataProto:
+        """One optimizer step on all pairs. Returns no rows, only `meta_info["metrics"]`."""
+        metrics: dict[str, Any] = {}
+        with self.timed("train_step", metrics):
+            data = self.strategy.get_data_input(data)
+            data.meta_info = {**data.meta_info, "rows_per_unit": 2, "loss_mask_keys": []}
+            append_to_dict(metrics, self.strategy.train_step(data, self.loss_func))
+        return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, 1)})
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """Sum of the pairs' losses over the pairs of the whole optimizer step. Returns (loss, metrics).

@@ -89,16 +89,8 @@ class DPOConfig(BaseConfig):
 
     default_worker_cls: ClassVar[dict[str, str]] = {"actor_train": ACTOR_WORKER, "reference": ACTOR_WORKER}
 
-    def _settle_roles(self) -> None:
-        super()._settle_roles()
-        for name, worker_cls in self.default_worker_cls.items():
-            role = self.all_roles()[name]
-            path = role.model_args.model_name_or_path or self.pretrain
-            self._change_role(
-                name,
-                worker_cls=role.worker_cls or worker_cls,
-                model_args=role.model_args.model_copy(update={"model_name_or_path": path}),
-            )
+    def default_model(self, role_name: str) -> str | None:
+        return self.pretrain
 
     def _problems(self) -> list[Problem]:
         problems = super()._problems()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from roll.configs.base_config import PPOConfig, RouterArguments
+from roll.configs.batch_plan import division_problems
 from roll.configs.config_model import (
     UNUSED_IN_ROLL,
     AtLeastOne,
@@ -130,7 +131,7 @@ class RLVRConfig(PPOConfig):
     length_loss_weight: bool = False
     """Give short responses more weight."""
 
-    postive_loss_coef: Annotated[Number, UNUSED_IN_ROLL] = 0
+    postive_loss_coef: Annotated[Number, UNUSED_IN_ROLL] = 0.0
     """Weight of a supervised loss on good samples (ROLL's spelling)."""
 
     use_topr_neg_loss_coef: Annotated[Number, UNUSED_IN_ROLL] = 0.0
@@ -223,8 +224,7 @@ class RLVRConfig(PPOConfig):
                 problems.append(wrong(prompt, getattr(self, prompt), expected))
         if 0 < self.async_generation_ratio < 1:
             problems.append(wrong("async_generation_ratio", self.async_generation_ratio, "0, or at least 1"))
-        for plan in self.batch_plans().values():
-            problems += plan.problems("rollout_batch_size")
+        problems += division_problems(self.batch_plans().values(), "rollout_batch_size")
         return problems + self._reward_problems()
 
     def _reward_problems(self) -> list[Problem]:
@@ -261,12 +261,8 @@ class RLVRConfig(PPOConfig):
         return {name: role for name, role in super().active_roles().items() if name != "validation"}
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
-        judges = {
-            name: (*INFER_STRATEGIES, "vllm")
-            for name, role in self.all_roles().items()
-            if "reward" in name and role.holds_model
-        }
-        return super().allowed_strategies() | judges
+        judges = [name for name, role in self.all_roles().items() if "reward" in name and role.holds_model]
+        return super().allowed_strategies() | dict.fromkeys(judges, (*INFER_STRATEGIES, "vllm"))
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()

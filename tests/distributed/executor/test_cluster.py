@@ -13,7 +13,6 @@ from cluster_workers import (
     EchoWorker,
     FailsToConstruct,
     FailsToInitialize,
-    GridWorker,
     Payload,
     SlowToInitialize,
 )
@@ -32,7 +31,7 @@ def rows(count: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(count)}, meta_info={"step": 5})
 
 
-# -- registered methods -------------------------------------------------------------------------------------------------
+# -- registered methods ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -75,7 +74,7 @@ def test_rank_zero(cluster_of: MakeCluster) -> None:
     assert cluster.gather([cluster.execute_rank_zero_async("plain")], "plain") == [(0, (), {})]
 
 
-# -- methods by name ----------------------------------------------------------------------------------------------------
+# -- methods by name ---------------------------------------------------------------------------------------------------
 
 
 def test_an_unregistered_method_is_broadcast_or_scattered(cluster_of: MakeCluster) -> None:
@@ -108,14 +107,14 @@ def test_blocking_false_gives_references_that_materialize_in_order(cluster_of: M
     assert cluster.gather(cluster.tell("a", blocking=False), "tell") == ["0:a", "1:a", "2:a", "3:a"]
 
 
-# -- async workers ------------------------------------------------------------------------------------------------------
+# -- async workers -----------------------------------------------------------------------------------------------------
 
 
 def test_async_methods(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(AsyncWorker, 2)
     assert cluster.double(rows(5)).batch["y"].tolist() == [0, 2, 4, 6, 8]
     assert cluster.execute_all_sync("sync") == [0, 1]
-    with pytest.raises(WorkerError, match=r"echo-0 \(rank 0 of 2\) failed in fail\(\): ValueError: asynchronously bad"):
+    with pytest.raises(WorkerError, match=r"echo-[01] \(rank [01] of 2\) failed in fail\(\): ValueError: async.* bad"):
         cluster.fail()
 
 
@@ -127,10 +126,11 @@ def test_calls_of_an_async_worker_overlap(cluster_of: MakeCluster) -> None:
     assert cluster.gather(waiting, "wait_to_be_let_through") == [0, 1]
 
 
-def test_rpc_timeout_names_the_workers_that_have_not_answered(own_cluster: MakeCluster) -> None:
-    cluster = own_cluster(AsyncWorker, 2, rpc_timeout=20)
-    cluster.nap(0)
-    cluster.rpc_timeout = 0.3
+def test_rpc_timeout_names_the_workers_that_have_not_answered(
+    cluster_of: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = cluster_of(AsyncWorker, 2)
+    monkeypatch.setattr(cluster, "rpc_timeout", 0.3)
     with pytest.raises(WorkerTimeoutError) as caught:
         cluster.nap(30)
     message = str(caught.value)
@@ -139,7 +139,7 @@ def test_rpc_timeout_names_the_workers_that_have_not_answered(own_cluster: MakeC
     assert isinstance(caught.value, TimeoutError)
 
 
-# -- shape and names ----------------------------------------------------------------------------------------------------
+# -- shape and names ---------------------------------------------------------------------------------------------------
 
 
 def test_workers_know_who_they_are(cluster_of: MakeCluster) -> None:
@@ -181,14 +181,27 @@ def test_vp_size() -> None:
     assert vp_size(strategy_args=SimpleNamespace(strategy_config=config)) == 3
 
 
-def test_rank_info_is_read_again_until_initialize_settles_it(own_cluster: MakeCluster) -> None:
-    cluster = own_cluster(GridWorker, 4)
-    assert (cluster.dp_size, cluster.tp_size, cluster.initialized) == (4, 1, False)
-    cluster.initialize(None)
-    assert (cluster.dp_size, cluster.tp_size, cluster.initialized) == (2, 2, True)
-    assert cluster.double(rows(5)).batch["y"].tolist() == [0, 2, 4, 6, 8]
+def test_dispatch_follows_the_ranks(cluster_of: MakeCluster) -> None:
+    """Before `initialize`, where the ranks sit is asked again for every call."""
+    cluster = cluster_of(EchoWorker, 4)
+    assert (cluster.dp_size, cluster.tp_size) == (4, 1)
+    cluster.execute_all_sync("lay_out", 2)
+    assert (cluster.dp_size, cluster.tp_size) == (2, 2)
+    assert cluster.double(rows(5)).batch["rank"].tolist() == [0, 0, 0, 2, 2]
     # Rows go to the first of the tensor parallel peers; meta_info to all.
     assert cluster.rows_here(rows(5)) == [(3, 5), (0, 5), (2, 5), (0, 5)]
+    cluster.execute_all_sync("lay_out", 1)
+    assert cluster.dp_size == 4
+
+
+def test_initialize_settles_the_ranks() -> None:
+    cluster = new_local(EchoWorker, world_size=2)
+    assert (cluster.dp_size, cluster.initialized) == (2, False)
+    cluster.initialize(None)
+    assert cluster.initialized
+    assert cluster.dp_size == 2
+    cluster.execute_all_sync("lay_out", 2)
+    assert cluster.dp_size == 2
 
 
 def test_rank_info_waits_for_an_initialize_that_nobody_waited_for(own_cluster: MakeCluster) -> None:
@@ -198,15 +211,15 @@ def test_rank_info_waits_for_an_initialize_that_nobody_waited_for(own_cluster: M
     assert (cluster.dp_size, cluster.tp_size) == (1, 2)
 
 
-def test_a_failed_initialize_is_no_initialize(own_cluster: MakeCluster) -> None:
-    cluster = own_cluster(FailsToInitialize, 1)
+def test_a_failed_initialize_is_no_initialize() -> None:
+    cluster = new_local(FailsToInitialize)
     with pytest.raises(WorkerError, match="no such model"):
         cluster.initialize(None)
     assert not cluster.initialized
     assert cluster.dp_size == 1
 
 
-# -- failures -----------------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_failure_is_one_exception_with_the_original_traceback(cluster_of: MakeCluster) -> None:
@@ -247,8 +260,8 @@ def test_a_cluster_works_on_after_a_failure(cluster_of: MakeCluster) -> None:
 
 def test_a_failed_constructor(backend: str) -> None:
     manager = ResourceManager(backend=backend)
-    with pytest.raises(WorkerError, match=r"bad-1 \(rank 1 of 2\) failed in __init__\(\): RuntimeError: rank 1 cannot"):
-        Cluster("bad", FailsToConstruct, manager, SimpleNamespace(world_size=2))
+    with pytest.raises(WorkerError, match=r"bad-0 \(rank 0 of 1\) failed in __init__\(\): RuntimeError: it cannot be"):
+        Cluster("bad", FailsToConstruct, manager, SimpleNamespace())
 
 
 def test_unknown_methods(cluster_of: MakeCluster) -> None:
@@ -263,15 +276,15 @@ def test_unknown_methods(cluster_of: MakeCluster) -> None:
         cluster.execute_rank_zero_sync("_deeper", 1)
 
 
-def test_a_cluster_that_was_shut_down_says_so(own_cluster: MakeCluster) -> None:
-    with own_cluster(EchoWorker, 1) as cluster:
+def test_a_cluster_that_was_shut_down_says_so() -> None:
+    with new_local(EchoWorker) as cluster:
         assert cluster.tell("a") == ["0:a"]
     cluster.shutdown()
     with pytest.raises(WorkerError, match=r"echo was shut down; tell\(\) cannot be called any more"):
         cluster.tell("a")
 
 
-# -- construction -------------------------------------------------------------------------------------------------------
+# -- construction ------------------------------------------------------------------------------------------------------
 
 
 def new_local(worker_cls: Any, world_size: int = 1, rpc_timeout: float | None = None, **fields: Any) -> Cluster:
@@ -283,12 +296,11 @@ def test_worker_cls_may_be_a_dotted_path() -> None:
     assert new_local("cluster_workers.EchoWorker").tell("a") == ["0:a"]
 
 
-@pytest.mark.ray
-def test_worker_cls_may_be_a_ray_actor_class(backend: str) -> None:
+def test_worker_cls_may_be_a_ray_actor_class() -> None:
     ray = pytest.importorskip("ray")
-    with Cluster("echo", ray.remote(EchoWorker), ResourceManager(backend=backend), SimpleNamespace()) as cluster:
-        assert cluster.worker_cls is EchoWorker
-        assert cluster.tell("a") == ["0:a"]
+    cluster = new_local(ray.remote(EchoWorker))
+    assert cluster.worker_cls is EchoWorker
+    assert cluster.tell("a") == ["0:a"]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +365,9 @@ def test_the_choice_of_backend(
 def test_where_rpc_timeout_comes_from() -> None:
     assert new_local(EchoWorker).rpc_timeout == 3600
     assert new_local(EchoWorker, rpc_timeout=5).rpc_timeout == 5
-    assert new_local(EchoWorker, rpc_timeout=5, **{}).rpc_timeout == 5
+    manager = ResourceManager()
+    assert Cluster("echo", EchoWorker, manager, SimpleNamespace(rpc_timeout=6)).rpc_timeout == 6
+    assert Cluster("echo", EchoWorker, manager, SimpleNamespace(rpc_timeout=6), rpc_timeout=5).rpc_timeout == 5
     with pytest.raises(ConfigError, match="rpc_timeout=0: expected a number of seconds above 0"):
         new_local(EchoWorker, rpc_timeout=0)
 

@@ -117,9 +117,7 @@ def test_all_to_all_takes_one_value_per_worker():
     assert dispatch_all_to_all(FakeGrid(dp=2), ["a", "b"], x=(1, 2)) == ((["a", "b"],), {"x": [1, 2]})
     with pytest.raises(ValueError, match="positional argument 1 has 3 values; ALL_TO_ALL needs one for each of the 2"):
         dispatch_all_to_all(FakeGrid(dp=2), ["a", "b"], [1, 2, 3])
-    with pytest.raises(
-        TypeError, match=r"argument 'data' is a DataProto; .* list .*Dispatch.ONE_TO_ALL"
-    ):
+    with pytest.raises(TypeError, match=r"argument 'data' is a DataProto; .* list .*Dispatch.ONE_TO_ALL"):
         dispatch_all_to_all(FakeGrid(dp=2), data=batch(2))
 
 

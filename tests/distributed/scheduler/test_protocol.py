@@ -122,6 +122,14 @@ def test_check_consistency_sees_what_was_assigned_directly():
         data.check_consistency()
 
 
+def test_batch_cannot_be_assigned_a_plain_dict():
+    data = make()
+    with pytest.raises(TypeError, match=r"batch is a dict; expected a TensorDict \(from_dict takes a dict\)"):
+        data.batch = {"x": torch.ones(4)}
+    data.batch = TensorDict({"x": torch.ones(4)}, batch_size=[4])
+    assert list(data.batch.keys()) == ["x"] and len(data) == 4
+
+
 def test_repr_names_rows_columns_and_meta():
     assert repr(make()) == (
         "DataProto(4 rows; ids: int64(4, 2), score: bfloat16(4,), tag, history; meta_info: global_step, metrics)"
@@ -224,6 +232,7 @@ def test_pop_returns_what_it_removes():
     assert popped.meta_info == {"global_step": 3} and len(popped) == 4
     assert list(data.batch.keys()) == ["ids"] and list(data.non_tensor_batch) == ["history"]
     assert list(data.meta_info) == ["metrics"]
+    assert list(make().pop(["ids", "ids"]).batch.keys()) == ["ids"]
     only_objects = data.pop(non_tensor_batch_keys=["history"])
     assert only_objects.batch is None and len(only_objects) == 4
     with pytest.raises(KeyError, match=r"no \['global_step'\] in meta_info, which has \['metrics'\]"):
@@ -280,6 +289,11 @@ def test_union_treats_equal_nan_and_nested_values_as_equal():
         )
 
     assert len(build().union(build())) == 2
+    for where in ("x", "t"):
+        other = build()
+        (other.batch if where == "x" else other.meta_info)[where][-1] = 2.0
+        with pytest.raises(ValueError, match=f"'{where}' is in both batches with different values"):
+            build().union(other)
 
 
 @pytest.mark.parametrize(
@@ -400,6 +414,8 @@ def test_reorder_is_in_place():
     data = make()
     assert data.reorder(torch.tensor([2, 0, 3, 1])) is None
     assert ids(data) == [2, 0, 3, 1] and data["tag"].tolist() == ["a", "a", "b", "b"]
+    data.reorder([-1, 0, 1, 2])
+    assert ids(data) == [1, 2, 0, 3]
     one = make(1)
     one.reorder(torch.tensor(0))  # 0-d, as a squeezed index of one row is
     assert ids(one) == [0]

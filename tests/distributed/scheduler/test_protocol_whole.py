@@ -3,12 +3,14 @@
 import copy
 import pickle
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
+from roll.distributed.scheduler.batch_memory import LentColumns
 from roll.distributed.scheduler.protocol import (
     DataProto,
     custom_np_concatenate,
@@ -93,7 +95,7 @@ def test_concat_names_what_does_not_fit():
         DataProto.concat([DataProto(), make(1), other])
     with pytest.raises(ValueError, match=r"non_tensor_batch of element 1 lacks \['tag'\] and adds \[\]"):
         DataProto.concat([make(1), make(1).select(None, ["history"])])
-    with pytest.raises(ValueError, match=r"column 'x' of \['torch.float32 \(1, 2\) on cpu', 'torch.float32 \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"column 'x' of \['torch.float32 \(1, 2\)', 'torch.float32 \(1, 3\)"):
         DataProto.concat([DataProto.from_dict({"x": torch.ones(1, n)}) for n in (2, 3)])
     with pytest.raises(ValueError, match="cannot concat an empty list"):
         DataProto.concat([])
@@ -111,9 +113,10 @@ def test_large_and_non_contiguous_columns_survive_chunk_and_concat():
         "b": torch.randn(1024, 3, 2048).to(torch.bfloat16)[:, 1],
         "m": torch.rand(1024, 8192) < 0.5,
     }
-    joined = DataProto.concat(DataProto.from_dict(tensors).chunk(3))
-    for key, value in tensors.items():
-        assert joined[key].dtype == value.dtype and torch.equal(joined[key], value)
+    for clone in (True, False):
+        joined = DataProto.concat(DataProto.from_dict(tensors).chunk(3, clone=clone))
+        for key, value in tensors.items():
+            assert joined[key].dtype == value.dtype and torch.equal(joined[key], value)
 
 
 def test_gradients_flow_through_chunk_and_concat():
@@ -215,11 +218,12 @@ def test_pickle_of_edge_cases(data):
 def test_a_slice_pickles_only_its_own_rows_out_of_band():
     data = DataProto.from_dict({"x": torch.arange(1000 * 1000).view(1000, 1000)}, {"t": ["a"] * 1000})
     data.meta_info["part"] = data["x"][:1]
+    data["t"][10] = {"pixels": [data["x"][10:13]]}
     buffers = []
     stream = pickle.dumps(data[10:12], protocol=5, buffer_callback=buffers.append)
-    assert sorted(len(buffer.raw()) for buffer in buffers) == [8000, 16000]
+    assert sorted(len(buffer.raw()) for buffer in buffers) == [8000, 16000, 24000]
     assert len(stream) < 2000
-    assert len(pickle.dumps(data[10:12])) < 30_000
+    assert len(pickle.dumps(data[10:12])) < 50_000
 
 
 def test_tensors_from_read_only_memory_are_writable_copies():
@@ -241,6 +245,66 @@ def test_tensors_from_writable_memory_are_not_copied():
     loaded = pickle.loads(stream, buffers=memory)
     addresses = {np.frombuffer(block, dtype=np.uint8).ctypes.data for block in memory}
     assert loaded.batch["ids"].data_ptr() in addresses
+
+
+def arrive_from_ray(data: DataProto) -> DataProto:
+    """What a process gets from Ray: buffers in read-only memory."""
+    buffers = []
+    stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(stream, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
+def large(first: int = 0) -> DataProto:
+    """5 MiB in column x, above the size from which columns stay lent; rows count from `first`."""
+    rows = torch.arange(first, first + 5, dtype=torch.bfloat16)
+    return DataProto.from_dict({"x": rows[:, None].repeat(1, 1 << 19), "small": rows}, {"t": ["a"] * 5}, {"step": 1})
+
+
+def is_lent(data: DataProto) -> bool:
+    return isinstance(data._batch, LentColumns)
+
+
+def test_large_columns_stay_lent_until_they_are_read():
+    data = arrive_from_ray(large())
+    assert len(data) == 5 and data["t"].tolist() == ["a"] * 5 and data.meta_info == {"step": 1} and "x" in data
+    assert repr(data) == "DataProto(5 rows; x: bfloat16(5, 524288), small: bfloat16(5,), t; meta_info: step)"
+    data.check_consistency()
+    assert is_lent(data)
+    batch = data.batch
+    assert not is_lent(data) and data.batch is batch
+    batch["x"].add_(1)
+    assert batch["x"][:, 7].tolist() == [1, 2, 3, 4, 5] and batch["small"].tolist() == [0, 1, 2, 3, 4]
+    data.check_consistency()
+
+
+def test_small_columns_are_copied_at_once():
+    assert not is_lent(arrive_from_ray(make()))
+
+
+def test_lent_columns_are_joined_and_sent_on_without_a_copy_in_between():
+    first, second = arrive_from_ray(large(0)), arrive_from_ray(large(5))
+    joined = DataProto.concat([first, large(10), second])
+    assert is_lent(first) and is_lent(second) and not is_lent(joined)
+    assert joined["x"][:, -1].tolist() == joined["small"].tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14, 5, 6, 7, 8, 9]
+    again = arrive_from_ray(first)
+    assert is_lent(first) and is_lent(again) and again["x"][4, 0] == 4
+    other = large(0)
+    other["x"] = other["x"].float()
+    assert DataProto.concat([first, other])["x"].dtype == torch.float32  # promoted, as for other tensors
+
+
+def test_lent_columns_can_be_replaced_and_compared():
+    data = arrive_from_ray(large())
+    data.batch = TensorDict({"y": torch.ones(5)}, batch_size=[5])
+    assert list(data.batch.keys()) == ["y"]
+    assert len(arrive_from_ray(large()).union(large())) == 5
+    assert [len(piece) for piece in arrive_from_ray(large()).chunk(2)] == [3, 2]
+
+
+def test_threads_that_read_lent_columns_get_the_same_tensors():
+    data = arrive_from_ray(large())
+    with ThreadPoolExecutor(8) as pool:
+        assert len({id(batch) for batch in pool.map(lambda _: data.batch, range(32))}) == 1
 
 
 def test_pickle_drops_gradients_and_lazy_conjugation():

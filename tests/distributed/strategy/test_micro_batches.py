@@ -1,3 +1,5 @@
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,12 +57,12 @@ def test_token_plan_keeps_pairs_together():
 def test_plans_hold_every_row_once_within_the_budget(lengths, budget, extra, unit):
     lengths = lengths * unit
     plan = plan_by_tokens(lengths, budget, unit=unit)
-    assert sorted(sum(plan, [])) == list(range(len(lengths)))
+    assert sorted(chain.from_iterable(plan)) == list(range(len(lengths)))
     for rows in plan:
         assert len(rows) * max(lengths[row] for row in rows) <= budget or len(rows) == unit
     longer = split_to(plan, len(plan) + extra, unit=unit)
     assert len(longer) == len(plan) + extra
-    assert sorted(sum(longer, [])) == list(range(len(lengths)))
+    assert sorted(chain.from_iterable(longer)) == list(range(len(lengths)))
     assert all(len(rows) % unit == 0 for rows in longer)
 
 

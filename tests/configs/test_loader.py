@@ -1,0 +1,253 @@
+"""From files to config objects: what is ignored, what is a variable, what is wrong and where."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.configs.compose import compose
+from roll.configs.loader import ConfigWarning, build_config, dump_yaml, load_yaml
+from roll.exceptions import ConfigError
+from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.dpo.dpo_config import DPOConfig
+from roll.pipeline.registry import load_config
+from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+
+DATA = Path(__file__).parent / "data"
+DPO, RLVR, AGENTIC = (DATA / "good" / f"{name}.yaml" for name in ("dpo", "rlvr", "agentic"))
+
+
+def write(folder: Path, text: str, name: str = "main.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, warn=False)
+    return str(caught.value)
+
+
+# files as ROLL's examples are written
+
+
+def test_a_dpo_file():
+    loaded = load_config(DPO, warn=False)
+    config = loaded.config
+    assert isinstance(config, DPOConfig)
+    assert (config.beta, config.actor_train.device_mapping, config.reference.device_mapping) == (0.2, [0, 1], [2, 3])
+    assert config.actor_train.strategy_config["zero_optimization"]["stage"] == 3
+    assert config.actor_train.training_args.per_device_train_batch_size == 4  # pairs, as written
+    assert config.checkpoint_config["output_dir"] == "./ckpt/dpo-small"
+    assert config.actor_train.system_envs == {"OMP_NUM_THREADS": "2"}
+    assert loaded.ignored == (
+        "track_name",
+        "train_batch_size",
+        "local_rank",
+        "actor_train.model_args.flash_attn",
+        "actor_train.data_args.dataset_dir",
+    )
+    assert loaded.replaced == ()
+
+
+def test_an_rlvr_file():
+    loaded = load_config(RLVR, warn=False)
+    config = loaded.config
+    assert isinstance(config, RLVRConfig)
+    assert config.exp_name == "rlvr-ppo"  # the variable is no key of the config
+    assert config.actor_train.pg_variant == "ppo"
+    assert config.actor_infer.generating_args.num_return_sequences == 8
+    assert config.tag_2_domain == {"deepmath_103k": "math_rule", "aime": "math_rule", "RLVR": "llm_judge"}
+    assert config.rewards["llm_judge"].device_mapping == [6, 7]
+    assert config.actor_train.strategy_config == {"fsdp_size": 4}
+    assert loaded.ignored == (
+        "reward_norm",
+        "reward_shift",
+        "reward_scale",
+        "use_reward_scaling",
+        "validation.eval_steps",
+        "actor_train.data_args.dataset_dir",
+        "actor_train.data_args.interleave_probs",
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+        "actor_train.strategy_args.strategy_config.moe_grouped_gemm",
+    )
+    assert [str(item) for item in loaded.replaced] == ["actor_infer.generating_args.max_new_tokens: 1000 became 4096"]
+
+
+def test_an_agentic_file():
+    config = load_config(AGENTIC, warn=False).config
+    assert isinstance(config, AgenticConfig)
+    walk = config.custom_envs["Walk"]
+    assert (walk["max_steps"], walk["max_tokens_per_step"]) == (6, 16)  # one variable of the base, one replaced here
+    assert walk["env_config"]["symbols"] == {0: "#", 1: "."}
+    assert config.train_env_manager.generating_args.max_new_tokens == 16
+    assert config.train_env_manager.world_size == 8
+
+
+@pytest.mark.parametrize("path", [DPO, RLVR, AGENTIC], ids=lambda path: path.stem)
+def test_a_resolved_config_loads_again_to_an_equal_one(path, tmp_path):
+    first = load_config(path, warn=False)
+    second = load_config(write(tmp_path, dump_yaml(first.config), "config.yaml"), warn=False)
+    assert second.config == first.config
+    assert dump_yaml(second.config) == dump_yaml(first.config)
+    assert second.replaced == ()
+    assert set(second.ignored) <= set(first.ignored)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from(["gae", "grpo", "rloo"]),
+    st.sampled_from([0, 1, 2.5]),
+    st.text(alphabet="a${}\\", max_size=6),
+    st.booleans(),
+)
+def test_dump_and_load_is_a_fixpoint(tmp_path_factory, ranks, samples, estimator, ahead, name, lora):
+    strategy = {"strategy_name": "fsdp2_train"}
+    model = {"lora_target": "q_proj,v_proj"} if lora else {}
+    config = RLVRConfig(
+        response_length=8,
+        exp_name=name,
+        num_return_sequences_in_group=samples,
+        adv_estimator=estimator,
+        async_generation_ratio=ahead,
+        system_envs={"A": name},
+        actor_train={"strategy_args": strategy, "world_size": ranks, "model_args": model},
+        critic={"strategy_args": strategy},
+        rewards={"math": {"worker_cls": "a.B", "tag_included": ["x"]}},
+    )
+    path = write(tmp_path_factory.mktemp("fixpoint"), dump_yaml(config))
+    assert load_config(path, warn=False).config == config
+
+
+# what is named once, and what is no mistake
+
+
+def test_all_keys_without_effect_are_in_one_warning():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_config(DPO)
+    (warning,) = caught
+    assert warning.category is ConfigWarning
+    assert "accepted without effect: track_name, train_batch_size, local_rank, actor_train.model_args" in str(
+        warning.message
+    )
+
+
+def test_a_clean_file_gives_no_warning(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_config(write(tmp_path, "pipeline: dpo\nsequence_length: 8", "my_run.yaml"))
+    assert loaded.config.exp_name == "my_run"
+    assert loaded.warnings() == []
+
+
+def test_variables_of_the_file_are_no_keys_of_the_config(tmp_path):
+    path = write(tmp_path, "pipeline: dpo\nlength: 99\nsequence_length: ${length}")
+    assert load_config(path).config.sequence_length == 99
+
+
+def test_a_variable_that_nothing_refers_to_is_an_unknown_key(tmp_path):
+    path = write(tmp_path, "pipeline: dpo\nsequence_length: 8\nmy_length: 99")
+    assert error_of(path) == f'{path}:3: my_length: unknown key; did you mean "prompt_length"?'
+
+
+def test_a_misspelt_key_is_no_variable_even_if_something_refers_to_it(tmp_path):
+    path = write(tmp_path, "pipeline: dpo\nsequence_length: 8\nmax_stepss: 9\nseed: ${max_stepss}")
+    assert error_of(path) == f'{path}:3: max_stepss: unknown key; did you mean "max_steps"?'
+
+
+def test_a_misspelt_key_of_a_base_file_is_found_there(tmp_path):
+    base = write(tmp_path, "sequence_lengt: 8\ntemplates: {a: 1}\nspare: text", "base.yaml")
+    path = write(tmp_path, "defaults: [base]\npipeline: dpo\nresponse_length: 8")
+    assert error_of(path) == f'{base}:1: sequence_lengt: unknown key; did you mean "sequence_length"?'
+
+
+def test_an_empty_section_is_the_default(tmp_path):
+    path = write(tmp_path, "pipeline: dpo\nsequence_length: 8\nactor_train:\n  training_args:\nreference:\n")
+    assert load_config(path).config == load_config(write(tmp_path, "pipeline: dpo\nsequence_length: 8")).config
+
+
+# what is wrong, and where
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("bta: 0.1", 'bta: unknown key; did you mean "beta"?'),
+        ("max_steps: many", 'max_steps: found "many" (str), expected a whole number; the default is 500'),
+        ("loss_type: sigmoidal", 'did you mean "sigmoid"?'),
+        ("beta: 0", "beta: found 0 (int), expected a number greater than 0; the default is 0.1"),
+        (
+            "actor_train: {device_mapping: all}",
+            'actor_train.device_mapping: found "all" (str), expected a list of GPU numbers',
+        ),
+        ("actor_train: 3", "actor_train: found 3 (int), expected a mapping (key: value)"),
+        ("validation: {data_args: {prompt: a, messages: b}}", "validation.data_args.messages: found"),
+        (
+            "actor_train: {strategy_args: {strategy_name: megatron_train}}",
+            '"megatron_train" is not supported; the nearest one is',
+        ),
+    ],
+)
+def test_one_problem_is_one_line_with_file_line_and_key(tmp_path, line, expected):
+    path = write(tmp_path, f"pipeline: dpo\nsequence_length: 8\n{line}\n")
+    message = error_of(path)
+    assert message.startswith(f"{path}:3: ") and expected in message
+    assert "\n" not in message
+
+
+def test_several_problems_are_several_lines(tmp_path):
+    path = write(
+        tmp_path, "pipeline: dpo\nsequence_length: long\nactor_train:\n  trainin_args: {}\n  model_args: {dtype: int8}"
+    )
+    lines = error_of(path, "seed=x").splitlines()
+    assert lines == [
+        'command line: seed: found "x" (str), expected a whole number; the default is 42',
+        f'{path}:2: sequence_length: found "long" (str), expected a whole number',
+        f'{path}:5: actor_train.model_args.dtype: found "int8" (str), expected one of fp32, bf16, fp16; '
+        "the default is bf16",
+        f'{path}:4: actor_train.trainin_args: unknown key; did you mean "training_args"?',
+    ]
+
+
+def test_what_does_not_divide_is_an_error_with_the_two_nearest_values():
+    message = error_of(RLVR, "rollout_batch_size=17", "critic.strategy_args=null")
+    assert message.startswith("command line: rollout_batch_size: found 17 (int), expected a multiple of 4,")
+    assert message.endswith("; use 16 or 20")
+
+
+def test_megatron_files_load_with_the_nearest_strategy():
+    strategy = "actor_train.strategy_args.strategy_name"
+    assert f'{strategy}: the strategy "megatron_train" is not supported' in error_of(RLVR, f"{strategy}=megatron_train")
+    assert load_config(RLVR, [f"{strategy}=hf_train"], warn=False).config.actor_train.strategy_name == "hf_train"
+
+
+def test_unsupported_parts_are_named_before_anything_else(tmp_path):
+    path = write(tmp_path, "rewards: {}\npretrain: Qwen/Qwen2.5-VL-7B\nbta: 1")
+    assert error_of(path) == (
+        f'{path}:2: pretrain: not supported: "Qwen/Qwen2.5-VL-7B" is a vision or audio model; '
+        "only text models are trained"
+    )
+
+
+def test_values_that_yaml_cannot_express_are_an_error():
+    config = DPOConfig(sequence_length=8, tracker_kwargs={"a": object()})
+    with pytest.raises(ConfigError, match=r"a value that YAML cannot express: <object object"):
+        dump_yaml(config)
+
+
+def test_load_yaml_is_the_plain_mapping():
+    values = load_yaml(AGENTIC, ["seed=3"])
+    assert values["seed"] == 3 and "hydra" not in values and "defaults" not in values
+    assert values["custom_envs"]["Talk"]["max_steps"] == 6
+
+
+def test_build_config_takes_the_class_it_is_given():
+    assert isinstance(build_config(compose(DPO), DPOConfig, warn=False).config, DPOConfig)
+    with pytest.raises(ConfigError, match=r"ipo: unknown key"):
+        build_config(compose(DPO), RLVRConfig, warn=False)

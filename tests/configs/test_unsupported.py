@@ -1,0 +1,66 @@
+"""Parts of ROLL that do not exist here are named, each once."""
+
+import json
+
+import pytest
+
+from roll.configs.unsupported import unsupported_parts
+
+VISION = "a vision or audio model; only text models are trained"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "qwen3-vl",
+        "OpenGVLab/InternVL2-8B",
+        "llava-hf/llava-1.5-7b",
+        "Qwen3_VL_4B",
+        "Qwen2.5-Omni-7B",
+    ],
+)
+def test_vision_models_are_known_by_name(name):
+    assert unsupported_parts({"pretrain": name}) == [("pretrain", f'not supported: "{name}" is {VISION}')]
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-7B", "/data/vl/qwen3-8b", "evl-7b", "/models/VLA/plain", "some/vlad-1b"]
+)
+def test_text_models_are_left_alone(name):
+    assert unsupported_parts({"pretrain": name, "actor_train": {"model_args": {"model_name_or_path": name}}}) == []
+
+
+def test_a_local_folder_is_judged_by_its_config(tmp_path):
+    text, vision = tmp_path / "my-VL-text", tmp_path / "plain"
+    for folder, config in ((text, {"model_type": "qwen2"}), (vision, {"vision_config": {}})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    assert unsupported_parts({"pretrain": str(text)}) == []
+    assert [key for key, _ in unsupported_parts({"pretrain": str(vision)})] == ["pretrain"]
+
+
+def test_every_model_is_named_once_and_templates_only_without_models():
+    values = {
+        "pretrain": "a/B-VL-3B",
+        "reward_pretrain": "a/B-VL-3B",
+        "reference": {"model_args": {"model_name_or_path": "a/B-VL-3B"}, "data_args": {"template": "qwen2-vl"}},
+    }
+    assert [key for key, _ in unsupported_parts(values)] == ["pretrain"]
+    assert unsupported_parts({"reference": values["reference"] | {"model_args": {}}}) == [
+        ("reference.data_args.template", f'not supported: template "qwen2-vl" is for {VISION}')
+    ]
+    manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
+    assert [key for key, _ in unsupported_parts({"custom_envs": {"S": {"env_manager_cls": manager}}})] == [
+        "custom_envs.S.env_manager_cls"
+    ]
+
+
+def test_other_pipelines():
+    values = {"student_train": {}, "teacher": {}, "sft_train": {}, "student": {}}
+    assert dict(unsupported_parts(values)) == {
+        "student_train": "not supported: on-policy distillation",
+        "teacher": "not supported: on-policy distillation",
+        "sft_train": "not supported: ROLL's supervised fine-tuning pipeline",
+        "student": "not supported: distillation",
+    }

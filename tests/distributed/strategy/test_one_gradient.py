@@ -1,0 +1,94 @@
+"""One optimizer step has one gradient, however its rows are cut, padded, scored or spread over ranks."""
+
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model_folder
+from training_setup import PROBES, make_batch, make_config, pad_batch, reference_gradients, relative_error
+
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.scheduler.resource_manager import ResourceManager
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSSES = [("dpo", None), *((pipeline, mode) for pipeline in ("agentic", "rlvr") for mode in MODES)]
+MODELS = [("qwen2", True), ("qwen2", False), ("llama", True), ("llama", False)]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[tuple[str, bool], Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        (family, tied): make_model_folder(root / f"{family}-{tied}", family=family, tied=tied)
+        for family, tied in MODELS
+    }
+
+
+def check(pipeline, mode, folder, *, left=0, right=0, backend="auto", **options):
+    if mode is not None:
+        options["loss_agg_mode"] = mode
+        # The default, the width of the batch, is not a constant: padding changes it.
+        options["loss_norm_factor"] = 13.0 if mode == "seq-mean-token-sum-norm" else None
+    config = make_config(pipeline, folder, **options)
+    batch = make_batch(pipeline)
+    expected = reference_gradients(pipeline, folder, config, batch)
+    resources = ResourceManager(num_gpus_per_node=0, num_nodes=1, backend=backend)
+    with Cluster("actor_train", PROBES[pipeline], resources, config.actor_train) as cluster:
+        cluster.initialize(config)
+        for gradients, _ in cluster.gradients(pad_batch(batch, left=left, right=right)):
+            assert relative_error(gradients, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("pipeline", "mode"), LOSSES)
+def test_every_loss(folders, pipeline, mode):
+    check(pipeline, mode, folders["qwen2", True], micro_batch=3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("linear_logits", [True, False])
+def test_every_head(folders, model, linear_logits):
+    check("agentic", "token-mean", folders[model], strategy_config={"linear_logits": linear_logits})
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
+def test_micro_batches_by_rows(folders, pipeline, micro_batch):
+    check(pipeline, None, folders["llama", False], micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
+@pytest.mark.parametrize("max_tokens", [14, 40, 1000])
+def test_micro_batches_by_token_budget(folders, pipeline, max_tokens):
+    check(pipeline, None, folders["qwen2", False], max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
+@pytest.mark.parametrize(("left", "right"), [(3, 0), (0, 4), (2, 5)])
+def test_padding(folders, pipeline, left, right):
+    check(pipeline, None, folders["qwen2", True], left=left, right=right)
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "dpo"])
+def test_gradient_checkpointing(folders, pipeline):
+    check(pipeline, None, folders["llama", True], gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "dpo"])
+def test_fsdp2_on_one_rank(folders, pipeline):
+    check(pipeline, None, folders["qwen2", True], strategy="fsdp2_train")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
+@pytest.mark.parametrize(("pipeline", "workers"), [("agentic", 2), ("dpo", 2), ("rlvr", 4)])
+def test_ranks(folders, strategy, pipeline, workers):
+    check(pipeline, None, folders["qwen2", False], strategy=strategy, workers=workers, left=1, right=2, backend="ray")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("pipeline", "mode"), LOSSES)
+def test_whole_grid(folders, strategy, workers, model, pipeline, mode):
+    check(pipeline, mode, folders[model], strategy=strategy, workers=workers, micro_batch=2, right=3, backend="ray")

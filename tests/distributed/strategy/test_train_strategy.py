@@ -1,0 +1,199 @@
+"""Optimizer steps: against a plain loop, with numbers that are not finite, and on rows chosen over all ranks."""
+
+import math
+from itertools import chain
+
+import pytest
+import torch
+from tiny_models import make_model_folder
+from training_setup import PROBES, make_batch, make_config, relative_error
+from transformers import AutoModelForCausalLM
+
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.scheduler.resource_manager import ResourceManager
+from roll.distributed.strategy.train_strategy import NonFiniteStepError
+from roll.exceptions import WorkerError
+from roll.pipeline.mini_batches import local_rows_of_steps
+
+LORA = {"lora_target": "q_proj,v_proj", "lora_rank": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"), "qwen2", tied=True)
+
+
+def local_cluster(pipeline, config, role="actor_train"):
+    resources = ResourceManager(num_gpus_per_node=0, num_nodes=1)
+    cluster = Cluster(role, PROBES[pipeline], resources, getattr(config, role))
+    cluster.initialize(config)
+    return cluster
+
+
+def local_worker(pipeline, config, role="actor_train"):
+    return local_cluster(pipeline, config, role).workers[0]
+
+
+def dpo_loss_of_plain_model(model, batch):
+    """DPO from first principles: sums of log-softmax over the completion, one number for each row."""
+    ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
+    logits = model(ids, attention_mask=mask, use_cache=False).logits.float()
+    log_probs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+    completion = (mask[:, 1:] == 1) & (torch.arange(1, ids.shape[1]) >= batch.batch["prompt_id_lens"][:, None])
+    margins = torch.where(completion, log_probs - batch.batch["reference_log_probs"], 0.0).sum(-1)
+    return -torch.nn.functional.logsigmoid(0.1 * (margins[0::2] - margins[1::2])).mean()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training_matches_a_plain_loop(folder, lora):
+    options = {"model_args": LORA} if lora else {}
+    training_args = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2}
+    config = make_config("dpo", folder, training_args=training_args, **options)
+    worker = local_worker("dpo", config)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        plain = get_peft_model(plain, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+        plain.load_state_dict(worker.strategy.model.state_dict())
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    total = config.actor_train.training_args.max_steps
+    for step in range(4):
+        batch = make_batch("dpo", seed=step)
+        rate = 1e-2 * (step / 2 if step < 2 else (total - step) / (total - 2))
+        assert worker.strategy.learning_rate == pytest.approx(rate)
+        optimizer.param_groups[0]["lr"] = rate
+        loss = dpo_loss_of_plain_model(plain, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics = worker.train_step(batch).meta_info["metrics"]
+        assert metrics["actor/loss@sum"] == pytest.approx(loss.item(), rel=1e-5)
+    ours, theirs = worker.strategy.model.state_dict(), plain.state_dict()
+    assert relative_error(ours, theirs) < 1e-5
+
+
+def weights_of(worker):
+    return {name: value.clone() for name, value in worker.strategy.model.state_dict().items()}
+
+
+def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(folder, tmp_path):
+    config = make_config("agentic", folder, output_dir=str(tmp_path), training_args={"learning_rate": 1e-2})
+    worker = local_worker("agentic", config)
+    good, bad = make_batch("agentic"), make_batch("agentic")
+    bad.batch["advantages"] = torch.full_like(bad.batch["advantages"], torch.inf)
+    worker.strategy.train_step(good, worker.loss_func)
+    before, state = weights_of(worker), repr(worker.strategy.optimizer.state_dict()["state"])
+    metrics = worker.strategy.train_step(bad, worker.loss_func)
+    assert not math.isfinite(metrics["actor_train/grad_norm"])
+    assert metrics["actor_train/skipped_steps@max"] == 1
+    assert repr(worker.strategy.optimizer.state_dict()["state"]) == state
+    for name, value in worker.strategy.model.state_dict().items():
+        assert torch.equal(value, before[name])
+    # A good step in between starts the count again.
+    assert worker.strategy.train_step(good, worker.loss_func)["actor_train/skipped_steps@max"] == 0
+
+
+def test_three_bad_steps_in_a_row_stop_the_run_with_the_batch_on_disk(folder, tmp_path):
+    config = make_config("agentic", folder, output_dir=str(tmp_path))
+    worker = local_worker("agentic", config)
+    bad = make_batch("agentic")
+    bad.batch["advantages"][0] = torch.inf
+    worker.strategy.train_step(bad, worker.loss_func)
+    worker.strategy.train_step(bad, worker.loss_func)
+    with pytest.raises(
+        NonFiniteStepError, match=r"3 optimizer steps in a row were not finite.*DataProto\.load"
+    ) as caught:
+        worker.strategy.train_step(bad, worker.loss_func)
+    assert str(tmp_path) in str(caught.value)
+    dumped = DataProto.load(tmp_path / "non_finite" / worker.worker_name)
+    assert torch.equal(dumped.batch["input_ids"], bad.batch["input_ids"])
+
+
+def test_log_probs_equal_a_plain_float64_forward(folder):
+    config = make_config("agentic", folder)
+    worker = local_worker("agentic", config)
+    batch = make_batch("agentic")
+    result = worker.compute_log_probs(batch)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ids = batch.batch["input_ids"]
+    with torch.no_grad():
+        logits = plain(ids, attention_mask=batch.batch["attention_mask"], use_cache=False).logits[:, :-1]
+    log_softmax = torch.log_softmax(logits, -1)
+    mask = batch.batch["response_mask"][:, 1:] != 0
+    expected = torch.where(mask, log_softmax.gather(-1, ids[:, 1:, None])[..., 0], 0.0)
+    entropy = torch.where(mask, -(log_softmax.exp() * log_softmax).sum(-1), 0.0)
+    torch.testing.assert_close(result.batch["log_probs"].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.batch["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)
+    assert (result.batch["log_probs"][~mask] == 0).all()
+
+
+def test_train_reference_and_inference_roles_agree_to_the_last_bit(folder):
+    batch = make_batch("dpo")
+    config = make_config("dpo", folder)
+    results = [
+        local_worker("dpo", config, role).compute_log_probs(batch).batch["log_probs"]
+        for role in ("actor_train", "reference")
+    ]
+    lora = make_config("dpo", folder, model_args=LORA)
+    without_adapter = DataProto(batch=batch.batch, meta_info={"disable_adapter": True})
+    results.append(local_worker("dpo", lora).compute_log_probs(without_adapter).batch["log_probs"])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_the_seeds_call_gives_one_batch_in_input_order(folder):
+    reference_cluster = local_cluster("dpo", make_config("dpo", folder), "reference")
+    batch = make_batch("dpo")
+    log_probs = reference_cluster.execute_all_sync("compute_log_probs", batch).batch["log_probs"]
+    assert log_probs.shape == (len(batch), batch.batch["input_ids"].shape[1] - 1)
+    alone = [reference_cluster.compute_log_probs(batch[i]).batch["log_probs"] for i in range(len(batch))]
+    torch.testing.assert_close(log_probs, torch.cat(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_steps_do_not_depend_on_the_number_of_ranks():
+    def steps(counts):
+        offsets = [sum(counts[:rank]) for rank in range(len(counts))]
+        per_rank = [
+            list(
+                local_rows_of_steps(
+                    num_local=count, offset=offset, num_global=12, rows_per_step=4, epochs=2, seed=5, unit=2
+                )
+            )
+            for count, offset in zip(counts, offsets, strict=True)
+        ]
+        return [
+            sorted(row + offset for rows, offset in zip(step, offsets, strict=True) for row in rows)
+            for step in zip(*per_rank, strict=True)
+        ]
+
+    assert steps([12]) == steps([6, 6]) == steps([2, 8, 2])
+    assert len(steps([12])) == 6
+    assert sorted(chain.from_iterable(steps([12])[:3])) == list(range(12))
+    assert steps([12])[:3] != steps([12])[3:]
+
+
+def test_pairs_that_are_cut_apart_are_refused():
+    with pytest.raises(ValueError, match="num_local=3 is not a multiple of 2"):
+        list(local_rows_of_steps(num_local=3, offset=0, num_global=6, rows_per_step=2, epochs=1, seed=0, unit=2))
+
+
+def test_an_empty_batch_is_refused(folder):
+    worker = local_worker("dpo", make_config("dpo", folder))
+    with pytest.raises(ValueError, match="no rows"):
+        worker.compute_log_probs(make_batch("dpo").slice(0, 0))
+
+
+def test_a_strategy_that_does_not_generate_says_which_does(folder):
+    worker = local_worker("dpo", make_config("dpo", folder))
+    with pytest.raises(RuntimeError, match=r"hf_train does not generate.*hf_infer or vllm"):
+        worker.strategy.generate(make_batch("dpo"), {})
+
+
+def test_errors_of_a_step_name_the_worker(folder):
+    cluster = local_cluster("dpo", make_config("dpo", folder))
+    batch = make_batch("dpo")
+    batch.pop("reference_log_probs")
+    with pytest.raises(WorkerError, match=r"actor_train-0.*train_step.*reference_log_probs"):
+        cluster.train_step(batch)

@@ -1,0 +1,204 @@
+"""AgenticConfig: ROLL's defaults, environments, groups and their arithmetic."""
+
+import sys
+
+import pytest
+
+from roll.configs.worker_config import WorkerConfig
+from roll.exceptions import ConfigError
+from roll.pipeline.agentic.agentic_config import (
+    AgenticConfig,
+    EnvManagerConfig,
+    EnvMonitorConfig,
+    LLMProxyConfig,
+    RewardConfig,
+    RewardNormalizationConfig,
+)
+
+
+def agentic(**values) -> AgenticConfig:
+    return AgenticConfig(**{"sequence_length": 512, **values})
+
+
+def trained(**sizes) -> WorkerConfig:
+    return WorkerConfig(strategy_args={"strategy_name": "hf_train"}, training_args=sizes)
+
+
+def test_defaults_are_rolls():
+    config = agentic()
+    expected = {
+        "custom_envs": {},
+        "render_save_dir": None,
+        "reward": None,
+        "dirty_data_mask": False,
+        "open_feedback_turn": False,
+        "use_token_reward": False,
+        "batch_adjust_mode": "copy",
+        "episode_reward_weight": 1.0,
+        "step_reward_weight": 1.0,
+        "step_reward_gamma": 0.95,
+        "ratio_type": "token",
+        "exp_mode": "train",
+        "partial_gpu_mode": True,
+        "parse_tool_call_parameter_to_dict": False,
+        "skip_mock_system_prompt": False,
+    }
+    assert {key: getattr(config, key) for key in expected} == expected
+    assert EnvMonitorConfig().model_dump() == {"enable": True, "monitor_interval": 30, "hung_timeout": 3600}
+    assert LLMProxyConfig().model_dump() == {"proxy_type": "policy", "proxy_config": {}}
+    assert config.actor_train.worker_cls == "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
+    assert config.reference.worker_cls == "roll.pipeline.base_worker.ActorWorker"
+    assert config.actor_infer.worker_cls == "roll.pipeline.base_worker.InferWorker"
+    assert config.router_args.router_name == "EnvAffinityRouter"
+
+
+def test_defaults_of_environment_managers_are_rolls():
+    manager = EnvManagerConfig()
+    expected = {
+        "num_env_groups": 128,
+        "group_size": 1,
+        "group_size_redundancy": 0,
+        "tags": ["SimpleSokoban"],
+        "num_groups_partition": [128],
+        "max_traj_per_env": -1,
+        "format_penalty": 0,
+        "worker_cls": "roll.pipeline.agentic.environment_worker.EnvironmentWorker",
+        "group_filter_cls": "roll.pipeline.agentic.agentic_pipeline.GroupFilter",
+        "max_env_num_per_worker": 128,  # all in one worker
+        "world_size": 1,
+    }
+    assert {key: getattr(manager, key) for key in expected} == expected
+    assert (agentic().train_env_manager.name, agentic().val_env_manager.name) == ("train_env", "val_env")
+
+
+def test_workers_follow_from_environments():
+    manager = EnvManagerConfig(num_env_groups=4, group_size=8, group_size_redundancy=2, max_env_num_per_worker=16)
+    assert (manager.final_group_size, manager.num_envs, manager.world_size) == (10, 40, 3)
+
+
+def test_groups_are_shared_equally_unless_a_partition_is_given():
+    tags = ["a", "b", "c"]
+    assert EnvManagerConfig(num_env_groups=8, tags=tags).num_groups_partition == [3, 3, 2]
+    assert EnvManagerConfig(num_env_groups=8, tags=tags, num_groups_partition=[6, 2, 0]).num_groups_partition == [
+        6,
+        2,
+        0,
+    ]
+    with pytest.raises(
+        ConfigError, match=r"num_groups_partition: found \[6, 1, 0\] .* add up to num_env_groups = 8, not 7"
+    ):
+        EnvManagerConfig(num_env_groups=8, tags=tags, num_groups_partition=[6, 1, 0])
+    with pytest.raises(ConfigError, match=r"one number for each of the 3 tags"):
+        EnvManagerConfig(num_env_groups=8, tags=tags, num_groups_partition=[8])
+
+
+def test_trajectories_per_environment():
+    config = agentic(
+        rollout_batch_size=64, train_env_manager={"num_env_groups": 4, "group_size": 8}, val_batch_size=256
+    )
+    assert config.train_env_manager.max_traj_per_env == 2
+    assert config.val_env_manager.max_traj_per_env == 2
+    assert agentic(val_batch_size=-1).val_env_manager.max_traj_per_env == sys.maxsize
+    assert agentic(train_env_manager={"max_traj_per_env": 5}).train_env_manager.max_traj_per_env == 5
+    ahead = agentic(train_env_manager={"max_traj_per_env": 5}, async_generation_ratio=1)
+    assert ahead.train_env_manager.max_traj_per_env == 1
+
+
+def test_sampling_arguments_come_from_generation_or_from_the_training_environments():
+    sampling = {"max_new_tokens": 9, "num_return_sequences": 4}
+    for config in (
+        agentic(actor_infer={"generating_args": sampling}),
+        agentic(train_env_manager={"generating_args": sampling}),
+    ):
+        for role in (config.actor_infer, config.train_env_manager, config.val_env_manager):
+            assert (role.generating_args.max_new_tokens, role.generating_args.num_return_sequences) == (9, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "types"),
+    [
+        ({}, (None, None)),
+        ({"method": "mean"}, ("batch", None)),
+        ({"method": "mean_std"}, ("batch", "batch")),
+        ({"method": "asym_clip", "grouping": "tags"}, ("group", "group")),
+        ({"method": "mean", "grouping": "traj_group_id"}, ("group", None)),
+        ({"method": "mean_std", "norm_std_type": None}, ("batch", None)),  # ROLL cannot say this
+        ({"norm_mean_type": "group", "grouping": "tags"}, ("group", None)),
+    ],
+)
+def test_normalisation_types_follow_the_method_unless_written_down(values, types):
+    config = RewardNormalizationConfig(**values)
+    assert (config.norm_mean_type, config.norm_std_type) == types
+    assert RewardNormalizationConfig(**config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"rollout_batch_size": 100, "train_env_manager": {"group_size": 8}},
+            "rollout_batch_size: found 100 .* a multiple of 8, because train_env_manager.group_size is 8; use 96",
+        ),
+        (
+            {
+                "rollout_batch_size": 100,
+                "train_env_manager": {"group_size": 8},
+                "actor_train": trained(per_device_train_batch_size=12),
+            },
+            "rollout_batch_size: found 100 .* a multiple of 24, .*; use 96 or 120",
+        ),
+        ({"val_batch_size": 100}, "val_batch_size: found 100 .* the environments of val_env_manager; use 128 or 256"),
+        ({"val_batch_size": 0}, "val_batch_size: found 0 .* a positive number, or -1"),
+        (
+            {"rollout_batch_size": 256, "train_env_manager": {"max_traj_per_env": 1}},
+            "train_env_manager.max_traj_per_env: found 1 .* at least 2, for rollout_batch_size = 256 on 128",
+        ),
+        (
+            {"custom_envs": {"SimpleSokoban": {}}, "train_env_manager": {"tags": ["SimpleSokobn"]}},
+            'train_env_manager.tags: found "SimpleSokobn" .* names of custom_envs: SimpleSokoban; did you mean',
+        ),
+        (
+            {"custom_envs": {"A": {}}, "train_env_manager": {"tags": ["A"]}},
+            "val_env_manager.tags: found .SimpleSokoban",
+        ),
+        ({"reward_normalization": {"method": "std"}}, "reward_normalization.method: found .* identity, mean, mean_std"),
+        ({"ratio_type": "word"}, "ratio_type: found .* expected one of token, segment, seq"),
+        ({"batch_adjust_mode": "drop"}, "batch_adjust_mode: found .* copy, delete, auto, random_sample"),
+        ({"custom_envs": {"A": 3}}, "custom_envs.A: found 3 .* expected a mapping"),
+    ],
+)
+def test_values_that_do_not_fit(values, message):
+    with pytest.raises(ConfigError, match=message):
+        agentic(**values)
+
+
+def test_validation_that_never_happens_is_not_checked():
+    config = agentic(custom_envs={"A": {}}, train_env_manager={"tags": ["A"]}, eval_steps=0, val_batch_size=100)
+    assert "val_env" not in config.active_roles()
+
+
+def test_turns_as_rows_need_not_divide():
+    sizes = trained(per_device_train_batch_size=100)
+    config = agentic(actor_train=sizes, adv_estimator="gigpo")
+    assert config.rows_are_turns and config.max_turns is None
+    with pytest.raises(ConfigError, match=r"rollout_batch_size: found 128 .* use 100 or 200"):
+        agentic(actor_train=sizes, adv_estimator="grpo")
+    step = {"SimpleSokoban": {"env_manager_cls": "x.step_env_manager.StepEnvManager", "max_steps": 7}}
+    config = agentic(actor_train=sizes, adv_estimator="grpo", custom_envs=step)
+    assert config.rows_are_turns and config.max_turns == 7
+
+
+def test_a_judge():
+    config = agentic(reward={"llm_proxy": {"proxy_type": "openai"}, "strategy_args": {"strategy_name": "vllm"}})
+    assert isinstance(config.reward, RewardConfig)
+    assert config.reward.name == "reward" and "reward" in config.active_roles()
+    with pytest.raises(ConfigError, match=r"reward.strategy_args.strategy_name: found .* expected one of hf_infer"):
+        agentic(reward={"strategy_args": {"strategy_name": "hf_train"}})
+
+
+def test_environments_are_missing_for_training():
+    assert [problem.key for problem in agentic(adv_estimator="grpo", init_kl_coef=0).missing_for_training()] == [
+        "actor_train.strategy_args",
+        "actor_infer.strategy_args",
+        "custom_envs",
+    ]
