@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PINS := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 CORE := $(VENV)/.core-$(PINS)
 DEV := $(VENV)/.dev-$(PINS)
+DEEPSPEED := $(VENV)/.deepspeed-$(PINS)
 
-.PHONY: help install install-dev demo test test-unit test-ray test-slow lint format bench clean
+.PHONY: help install install-dev demo test test-unit test-ray test-slow test-deepspeed lint format bench clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,19 +27,26 @@ $(DEV): $(CORE)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[ray,lora,data,dev]'
 	@rm -f $(VENV)/.dev-* && touch $@
 
+$(DEEPSPEED): $(DEV)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[deepspeed]'
+	@rm -f $(VENV)/.deepspeed-* && touch $@
+
 demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute
 	$(BIN)/python examples/grpo_minimal.py
 
 test: test-unit test-ray  ## all tests of the README's promise
 
 test-unit: $(DEV)  ## everything that needs no Ray
-	$(BIN)/python -m pytest -m 'not ray and not slow'
+	$(BIN)/python -m pytest -m 'not ray and not slow and not deepspeed'
 
 test-ray: $(DEV)  ## the same clusters on a real Ray
-	$(BIN)/python -m pytest -m 'ray and not slow'
+	$(BIN)/python -m pytest -m 'ray and not slow and not deepspeed'
 
 test-slow: $(DEV)  ## the long grids
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m 'slow and not deepspeed'
+
+test-deepspeed: $(DEEPSPEED)  ## ZeRO 1 to 3 on this machine's CPU
+	$(BIN)/python -m pytest -m deepspeed
 
 lint: $(DEV)  ## style, imports and types
 	$(BIN)/ruff check .

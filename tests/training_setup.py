@@ -146,7 +146,8 @@ class _Probe:
     def training_state(self: Any) -> dict[str, Any]:
         """Everything that a resumed run must have in common with one that never stopped."""
         strategy = self.strategy
-        weights = strategy.full_state_dict() or dict(strategy.model.state_dict())
+        weights = strategy.full_state_dict()
+        weights = dict(strategy.model.state_dict()) if weights is None else weights
         optimizer = get_optimizer_state_dict(
             strategy.model, strategy.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )

@@ -119,7 +119,7 @@ class CISPO:
 
     def __post_init__(self) -> None:
         # clip_low = 1 means no lower bound, the setting of the paper.
-        _check_clip_range(self.clip_low, self.clip_high, max_low=1.0)
+        _check_clip_range(self.clip_low, self.clip_high, allow_no_lower_bound=True)
 
     @property
     def low(self) -> float:
@@ -328,8 +328,8 @@ def policy_statistics(
     }
 
 
-def _check_clip_range(low: float, high: float, max_low: float | None = None) -> None:
-    if not low >= 0 or not high >= 0:
+def _check_clip_range(low: float, high: float, *, allow_no_lower_bound: bool = False) -> None:
+    if not (low >= 0 and high >= 0):
         raise ValueError(f"clip bounds must not be negative, got low={low}, high={high}")
-    if low > (max_low or low) or (max_low is None and low >= 1):
+    if low > 1 or (low == 1 and not allow_no_lower_bound):
         raise ValueError(f"the lower clip bound must be below 1 (the ratio is clipped to 1 - low), got {low}")

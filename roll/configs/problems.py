@@ -109,8 +109,6 @@ def _problem_of(detail: ErrorDetails, key: str, path: list[str], owner: type[Bas
     kind, found, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(key, owner)
-    if kind == "missing":
-        return Problem(key, "missing")
     if kind == "literal_error":
         choices = _choices(context["expected"])
         guess = did_you_mean(found, choices) if isinstance(found, str) else ""

@@ -12,7 +12,7 @@ from roll.algorithms.policy_loss import PolicyLoss, policy_loss
 from roll.algorithms.value_loss import value_loss
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
-from roll.models.model_providers import default_value_model_provider
+from roll.models.model_providers import default_reward_model_provider, default_value_model_provider
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
 from roll.pipeline.loss_io import (
@@ -28,6 +28,7 @@ from roll.pipeline.loss_io import (
 )
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
+from roll.utils.generation import postprocess_generate
 from roll.utils.metrics.reduction import append_to_dict
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
@@ -333,3 +334,57 @@ class CriticWorker(ModelWorker):
         """(B, S-1) from the value head's (B, S, 1) or (B, S): column t is the value before token t+1."""
         values_BS = output_tensor.squeeze(-1) if output_tensor.ndim == 3 else output_tensor
         return values_BS[:, :-1]
+
+
+class InferWorker(ModelWorker):
+    """A policy that answers prompts."""
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
+    def generate(self, data: DataProto) -> DataProto:
+        """Answers to left-padded prompts, as right-padded rows with masks (see `postprocess_generate`).
+
+        `meta_info["generation_config"]` has the options of generation; rows that finish early are cut at their end.
+        """
+        metrics: dict[str, Any] = {}
+        generation_config = data.meta_info["generation_config"]
+        with self.timed("generate", metrics):
+            output = self.strategy.generate(data, generation_config)
+        tokenizer = self.strategy.tokenizer
+        result = postprocess_generate(
+            data,
+            output.cpu(),
+            num_return_sequences=generation_config.get("num_return_sequences", 1),
+            sequence_length=self.pipeline_config.sequence_length,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        result.meta_info = {**result.meta_info, "metrics": metrics}
+        return result
+
+
+class RewardWorker(ModelWorker):
+    """A reward model: one score for each row."""
+
+    model_provider = staticmethod(default_reward_model_provider)
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
+    def compute_rewards(self, data: DataProto) -> DataProto:
+        """`response_level_rewards` (rows,), and `token_level_rewards` (rows, S-1), which is 0 everywhere: a model of
+        whole answers says nothing about tokens."""
+        metrics: dict[str, Any] = {}
+        with self.timed("compute_rewards", metrics):
+            rewards_B = self.strategy.forward_step(data, self.forward_func_rewards)["rewards"]
+        tokens_BT = torch.zeros(len(data), data["attention_mask"].shape[1] - 1)
+        return DataProto.from_dict(
+            {"response_level_rewards": rewards_B, "token_level_rewards": tokens_BT}, meta_info={"metrics": metrics}
+        )
+
+    @staticmethod
+    def forward_func_rewards(data: DataProto, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The score of a sequence classifier (rows, 1), or of a token classifier (rows, S, 1) at the last token."""
+        scores_B = output_tensor.squeeze(-1).float()
+        if scores_B.ndim == 2:
+            attended = data["attention_mask"]
+            last_B = (torch.arange(attended.shape[1], device=attended.device) * (attended != 0)).argmax(1)
+            scores_B = scores_B.gather(1, last_B[:, None])[:, 0]
+        return scores_B, {"rewards": scores_B}

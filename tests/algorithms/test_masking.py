@@ -73,6 +73,12 @@ def test_whiten_by_hand():
     torch.testing.assert_close(masked_whiten(X, MASK, shift_mean=False), unshifted)
 
 
+def test_whiten_adds_1e_8_to_the_variance():
+    x = torch.tensor([[0.0, 1e-4]], dtype=torch.float64)
+    expected = torch.tensor([[-5e-5, 5e-5]], dtype=torch.float64) / (5e-9 + 1e-8) ** 0.5
+    torch.testing.assert_close(masked_whiten(x, torch.ones(1, 2)), expected, rtol=1e-9, atol=0)
+
+
 def test_normalize_is_per_row():
     out = masked_normalize(X, MASK)
     std = (((1 - 3) ** 2 + 0 + (5 - 3) ** 2) / 3) ** 0.5
@@ -196,6 +202,16 @@ def test_segment_mean_is_exact_for_long_runs():
 def test_bool_and_float_masks_are_the_same():
     for fn in FUNCTIONS.values():
         assert torch.equal(fn(X, MASK), fn(X, MASK.bool())) and torch.equal(fn(X, MASK), fn(X, MASK.float()))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_strided_inputs(name):
+    x, mask = torch.randn(6, 4), random_mask(1, rows=6, width=4)
+    fn = FUNCTIONS[name]
+    sliced = fn(torch.nn.functional.pad(x, (1, 0))[:, 1:], torch.nn.functional.pad(mask.bool(), (1, 0))[:, 1:])
+    assert torch.equal(sliced, fn(x, mask))
+    transposed = fn(x.t().contiguous().t(), mask.bool().t().contiguous().t())
+    torch.testing.assert_close(transposed, fn(x, mask))
 
 
 def test_clip_fraction_counts_valid_entries_only():

@@ -230,6 +230,15 @@ def test_inputs_are_not_changed_and_results_carry_no_gradient():
     assert equal(tuple(copies), (rewards, values.detach(), mask))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_strided_inputs(name):
+    rewards, values, mask = case(4)
+    out = FUNCTIONS[name](rewards, values, mask, 0.9, 0.8)
+    columns = (torch.nn.functional.pad(x, (1, 0))[:, 1:] for x in (rewards, values, mask.bool()))
+    assert equal(out, FUNCTIONS[name](*columns, 0.9, 0.8))
+    assert equal(out, FUNCTIONS[name](*(x.t().contiguous().t() for x in (rewards, values, mask.bool())), 0.9, 0.8))
+
+
 @pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan")])
 def test_discounts_outside_the_unit_interval_are_errors(bad):
     with pytest.raises(ValueError, match=r"gamma=.* must lie in \[0, 1\]"):

@@ -87,6 +87,14 @@ def test_rp2_batch_of_one_is_zero():
     assert normalize_rewards(torch.tensor([3.0]), std="batch").tolist() == [3]
 
 
+def test_the_divisor_is_the_deviation_plus_1e_6_or_exactly_one():
+    rewards = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    out = normalize_rewards(rewards, std="batch")
+    torch.testing.assert_close(out, rewards / (0.5**0.5 + 1e-6), rtol=1e-12, atol=0)
+    # one value so far: its deviation of 1 is a convention and not worth dividing by
+    assert normalize_rewards(rewards, std="running", running=RunningMoments(1, 3.0, 0.0)).tolist() == [1, 2]
+
+
 def test_rp5_constant_groups_are_exactly_zero():
     for size, value in itertools.product((2, 3, 4, 5, 7, 8), (0.1, 0.3, 0.7, 1 / 3)):
         rewards = torch.full((2 * size,), value)

@@ -82,7 +82,7 @@ def assert_same(one, other, path="") -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "workers", "backend"),
-    [("hf_train", 1, "local"), pytest.param("fsdp2_train", 2, "ray", marks=pytest.mark.ray)],
+    [("hf_train", 1, "local"), pytest.param("fsdp2_train", 2, "ray", marks=pytest.mark.slow)],
 )
 def test_exact_resume_in_a_new_process(tmp_path, strategy, workers, backend):
     folder = str(make_model_folder(tmp_path / "model"))
@@ -94,10 +94,10 @@ def test_exact_resume_in_a_new_process(tmp_path, strategy, workers, backend):
     rest = run_training(tmp_path / "rest.pt", first=3, last=6, run=run, resume=True, **common)
     assert_same(start["metrics"] + rest["metrics"], whole["metrics"])
     assert_same(rest["state"], whole["state"])
-    assert len({metrics["actor/lr"] for metrics in whole["metrics"]}) > 3
+    assert len({str(metrics["actor/lr"]) for metrics in whole["metrics"]}) > 3
 
 
-@pytest.mark.ray
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_loads_with_one_and_in_plain_transformers(tmp_path):
     folder = str(make_model_folder(tmp_path / "model"))
     run = str(tmp_path / "run")

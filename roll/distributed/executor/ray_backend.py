@@ -2,7 +2,8 @@
 
 Each worker sits inside an actor whose public methods are those of the worker class: `worker.method.remote(...)` works
 on the handles of a cluster as it does on any Ray actor, and calls between methods inside the worker stay plain calls.
-References are Ray's own: `ray.get` works on what `blocking=False` returns.
+References are Ray's own: `ray.get` works on what `blocking=False` returns. A class with async methods has an event
+loop; its sync methods run on that loop and hold it up meanwhile.
 
 Start-up has two phases. First all processes start at once, each with its environment variables from the beginning, and
 rank 0 reserves the port where the ranks will meet; then every worker is constructed with that knowledge.
@@ -46,7 +47,7 @@ from roll.exceptions import (
     WorkerTimeoutError,
 )
 from roll.utils.constants import RAY_NAMESPACE
-from roll.utils.logging import get_logger
+from roll.utils.logging import LEVEL_VARIABLE, get_logger
 
 try:
     import ray
@@ -124,9 +125,7 @@ class RemoteFailure(WorkerError):
     def of(cls, context: WorkerContext, method: str, error: Exception) -> "RemoteFailure":
         pickled_cause = None
         try:
-            candidate = cloudpickle.dumps(error)
-            pickle.loads(candidate)
-            pickled_cause = candidate
+            pickled_cause = cloudpickle.dumps(error)
         except Exception:  # noqa: BLE001 - user-defined exceptions fail to pickle in any way they like; the text remains
             logger.debug("%s: %s does not survive pickling", context.worker_name, type(error).__name__)
         return cls(failure_message(context, method, error), pickled_cause)
@@ -136,7 +135,7 @@ class RemoteFailure(WorkerError):
             return None
         try:
             return pickle.loads(self.pickled_cause)
-        except Exception:  # noqa: BLE001 - its class may exist on the worker's machine only; the text remains
+        except Exception:  # noqa: BLE001 - unpickling runs the class's own code, if that exists here; the text remains
             return None
 
 
@@ -424,6 +423,8 @@ def _actor_options(spec: WorkerSpec, gpus: PlacementGroup | None) -> dict[str, A
         "WORKER_NAME": context.worker_name,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(_threads_per_worker(context.world_size)),
     }
+    if LEVEL_VARIABLE in os.environ:
+        env[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
     options: dict[str, Any] = {"num_cpus": _BOOKED, "max_concurrency": spec.max_concurrency}
     if gpus is None:
         options["scheduling_strategy"] = "SPREAD"

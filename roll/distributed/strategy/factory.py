@@ -16,6 +16,8 @@ STRATEGIES = {
     "hf_infer": "roll.distributed.strategy.hf_strategy.HfInferStrategy",
     "fsdp2_train": "roll.distributed.strategy.fsdp2_strategy.Fsdp2TrainStrategy",
     "fsdp2_infer": "roll.distributed.strategy.fsdp2_strategy.Fsdp2InferStrategy",
+    "deepspeed_train": "roll.distributed.strategy.deepspeed_strategy.DeepSpeedTrainStrategy",
+    "deepspeed_infer": "roll.distributed.strategy.deepspeed_strategy.DeepSpeedInferStrategy",
 }
 
 

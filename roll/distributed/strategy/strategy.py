@@ -189,10 +189,18 @@ class InferenceStrategy(ABC):
         Ranks that share a sharded model must iterate together.
         """
         if is_lora_model(self.model):
-            yield from merged_state_dict(self.model).items()
+            weights = self.full_state_dict()
+            if weights is None or weights:  # of a sharded model, rank 0 alone has gathered them
+                tied = getattr(base_model(self.model), "all_tied_weights_keys", None) or {}
+                merged = merged_state_dict(self.model, weights)
+                yield from ((name, weight) for name, weight in merged.items() if name not in tied)
             return
         for name, parameter in self.model.named_parameters():
             yield name, full_tensor(parameter.detach())
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """All weights on the CPU, on rank 0; None: the model's own `state_dict` is complete. All ranks call it."""
+        return None
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Write weights under those names into the model."""
@@ -200,6 +208,11 @@ class InferenceStrategy(ABC):
         with torch.no_grad():
             for name, weight in weights.items():
                 own[name].copy_(weight)
+
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether `model`'s parameters are the whole weights, not shards or placeholders of them."""
+        return not isinstance(next(self.model.parameters()), DTensor)
 
     def share_model(self, source: InferenceStrategy) -> bool:
         """Use the model of another strategy of this process, which then is one and the same; False if it cannot be.
@@ -211,7 +224,7 @@ class InferenceStrategy(ABC):
             type(base_model(self.model)) is type(base_model(source.model))
             and base_model(self.model).dtype == base_model(source.model).dtype
             and self.device == source.device
-            and not isinstance(next(source.model.parameters()), DTensor)
+            and source.holds_whole_model
         )
         if same:
             self.model = source.model
@@ -230,7 +243,7 @@ class InferenceStrategy(ABC):
         """
         attention_mask = data.batch["attention_mask"].to(self.device)
         input_ids = data.batch["input_ids"].to(self.device)
-        input_ids = torch.where(attention_mask != 0, input_ids, torch.zeros_like(input_ids))
+        input_ids = torch.where(attention_mask != 0, input_ids, self.tokenizer.pad_token_id)
         if data.meta_info["right_padded"]:
             return {"input_ids": input_ids, "attention_mask": None, "position_ids": None}
         position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)

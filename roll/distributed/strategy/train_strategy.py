@@ -144,10 +144,6 @@ class TrainStrategy(InferenceStrategy):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """All weights on the CPU, on rank 0; None: the model's own `state_dict` is complete. All ranks call it."""
-        return None
-
     def save_training_state(self, folder: Path) -> None:
         """The optimizer's state. All ranks call it."""
         if self.ranks.rank == 0:

@@ -57,6 +57,14 @@ def test_a_fatal_signal_with_the_frames_of_the_method(tmp_path: Path) -> None:
     )
 
 
+def test_of_several_threads_the_one_that_runs_the_method_counts(tmp_path: Path) -> None:
+    other_thread = 'Thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 5 in wait\n\n'
+    dump = SEGFAULT.replace("Stack (most", other_thread + "Current thread 0x2 (most")
+    assert explain_death(record(tmp_path, dump), CONNECTION_LOST) == explain_death(
+        record(tmp_path, SEGFAULT), CONNECTION_LOST
+    )
+
+
 def test_out_of_memory_by_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postmortem, "oom_kill_count", lambda: 7)
     reason = explain_death(record(tmp_path, oom_kills=6), CONNECTION_LOST)

@@ -34,15 +34,21 @@ class Position:
 
 
 class FakeGrid:
-    """Ranks counted with the last axis of `order` fastest: order ("dp", "tp") puts tp peers next to each other."""
+    """Ranks counted with the last axis of `order` fastest: order ("dp", "tp") puts tp peers next to each other.
 
-    def __init__(self, dp=1, tp=1, pp=1, cp=1, order=("pp", "dp", "cp", "tp")):
+    With `reverse`, rank 0 has the highest dp_rank: nothing may rely on ranks and DP ranks growing together.
+    """
+
+    def __init__(self, dp=1, tp=1, pp=1, cp=1, order=("pp", "dp", "cp", "tp"), reverse=False):
         sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+        self.name = f"dp{dp}-tp{tp}-pp{pp}-cp{cp}-{order[-1]}-fastest{'-reverse' if reverse else ''}"
         self.dp_size = dp
         self.ranks = []
         for coordinates in itertools.product(*(range(sizes[axis]) for axis in order)):
             at = dict(zip(order, coordinates, strict=True))
             self.ranks.append(Position(at["dp"], at["tp"], at["pp"], at["cp"], pp))
+        if reverse:
+            self.ranks.reverse()
         self.world_size = len(self.ranks)
 
     def get_rank_info(self, rank: int) -> Position:
@@ -59,14 +65,9 @@ SIZES = [
     {"tp": 2, "pp": 2},
 ]
 ORDERS = [("pp", "dp", "cp", "tp"), ("tp", "cp", "dp", "pp"), ("dp", "pp", "tp", "cp"), ("cp", "tp", "pp", "dp")]
-grids = pytest.mark.parametrize(
-    "grid",
-    [
-        pytest.param(FakeGrid(**sizes, order=order), id="-".join(f"{k}{v}" for k, v in sizes.items()) + f"-{order[-1]}")
-        for sizes in SIZES
-        for order in ORDERS
-    ],
-)
+LAYOUTS = [*((order, False) for order in ORDERS), (ORDERS[0], True)]
+GRIDS = [FakeGrid(**sizes, order=order, reverse=reverse) for sizes in SIZES for order, reverse in LAYOUTS]
+grids = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 
 
 def batch(rows: int) -> DataProto:

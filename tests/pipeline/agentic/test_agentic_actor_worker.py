@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import GARBAGE, cuts, loss_and_gradient, merged, narrowed, policy_batch, window, with_counts
-from torch import Tensor
 
 from roll.algorithms.masking import segment_masked_mean
 from roll.configs.worker_config import WorkerConfig
@@ -98,6 +97,16 @@ def test_the_loss_by_hand() -> None:
     assert metrics["actor/approxkl@sum"] == pytest.approx(math.log(2) ** 2 / 4)
 
 
+def test_the_kl_coefficient_counts_only_when_the_kl_loss_is_on() -> None:
+    data, logits = policy_batch()
+    plain, _, plain_gradient = loss_and_gradient(make_worker(), data, logits)
+    off, metrics, off_gradient = loss_and_gradient(make_worker(kl_loss_coef=0.5), data, logits)
+    assert torch.equal(off, plain) and torch.equal(off_gradient, plain_gradient)
+    assert metrics["actor/kl_loss@sum"] > 0, "reported all the same"
+    on, _, _ = loss_and_gradient(make_worker(use_kl_loss=True, kl_loss_coef=0.5), data, logits)
+    assert on.item() == pytest.approx(plain.item() + 0.5 * metrics["actor/kl_loss@sum"])
+
+
 def test_any_object_with_the_fields_of_roll_serves_as_configuration() -> None:
     data, logits = policy_batch()
     worker = ActorWorker(SimpleNamespace())
@@ -183,22 +192,14 @@ def test_hidden_states_with_the_head_give_the_same_loss() -> None:
 
 
 class Strategy:
-    """Counts calls, and scores as the contract says."""
+    """Scores as the operator does, and remembers what it was asked for."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.asked_for_entropy: list[bool] = []
 
-    def op_compute_log_probs(self, logits: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        self.calls.append("log_probs")
-        return next_token_log_probs(logits, input_ids, attention_mask)[0]
-
-    def op_compute_entropy(self, logits: Tensor, attention_mask: Tensor) -> Tensor:
-        self.calls.append("entropy")
-        entropy = next_token_log_probs(
-            logits, torch.zeros_like(attention_mask).long(), attention_mask, with_entropy=True
-        )[1]
-        assert entropy is not None
-        return entropy
+    def score(self, output, input_ids, mask, *, with_entropy=False):
+        self.asked_for_entropy.append(with_entropy)
+        return next_token_log_probs(output, input_ids, mask, with_entropy=with_entropy)
 
 
 def test_a_strategy_does_the_scoring_when_there_is_one() -> None:
@@ -207,11 +208,11 @@ def test_a_strategy_does_the_scoring_when_there_is_one() -> None:
     expected, _ = worker.loss_func(data, logits)
     worker.strategy = Strategy()
     loss, _ = worker.loss_func(data, logits)
-    assert worker.strategy.calls == ["log_probs", "entropy"]
+    assert worker.strategy.asked_for_entropy == [True], "log-probs and entropy come from one pass"
     torch.testing.assert_close(loss, expected)
     worker.pipeline_config = make_worker().pipeline_config
     worker.loss_func(data, logits)
-    assert worker.strategy.calls == ["log_probs", "entropy", "log_probs"], "no entropy unless it has a coefficient"
+    assert worker.strategy.asked_for_entropy == [True, False], "no entropy unless it has a coefficient"
 
 
 def test_the_temperature_divides_the_logits() -> None:

@@ -165,6 +165,13 @@ def test_ad12_both_parts_of_gigpo_follow_the_configured_types():
     torch.testing.assert_close(scaled.batch["step_rewards_norm"][:5], expected)
 
 
+def test_the_step_part_of_gigpo_is_always_relative_to_its_state():
+    batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
+    out, _ = compute_response_level_rewards(batch, config("gigpo", norm("batch", "batch")))
+    assert out.batch["step_rewards_norm"].tolist() == [0, 0.5, -0.5, 0, -1, 1]
+    assert out.batch["episode_rewards_norm"].tolist() == pytest.approx([1 / 3, 1 / 3, -2 / 3, -2 / 3, 1 / 3, 1 / 3])
+
+
 def test_step_reinforce_normalises_step_returns():
     batch = compute_discounted_returns(step_batch(), "step_reinforce", gamma=1.0)
     out, _ = compute_response_level_rewards(batch, config("step_reinforce", norm("batch", "batch")))
