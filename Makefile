@@ -37,7 +37,7 @@ demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute
 test: test-unit test-ray  ## all tests of the README's promise
 
 test-unit: $(DEV)  ## everything that needs no Ray
-	$(BIN)/python -m pytest -m 'not ray and not slow and not deepspeed'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not ray and not slow and not deepspeed'
 
 test-ray: $(DEV)  ## the same clusters on a real Ray
 	$(BIN)/python -m pytest -m 'ray and not slow and not deepspeed'

@@ -186,6 +186,11 @@ class FailsToConstruct(Worker):
         raise RuntimeError("it cannot be built")
 
 
+class ForgetsItsBase(Worker):
+    def __init__(self, worker_config: object) -> None:
+        self.worker_config = worker_config
+
+
 class GroupWorker(Worker):
     """Joins torch.distributed, and can be made to leave in several ways."""
 

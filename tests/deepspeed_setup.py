@@ -82,4 +82,4 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
     elif isinstance(one, Tensor):
         assert torch.equal(one, other), path
     else:
-        assert one == other, path
+        assert one == other, (path, one, other)

@@ -157,7 +157,13 @@ class ActorWorker(ModelWorker):
                 with_entropy=with_entropy,
             )
         if hasattr(self.strategy, "score"):
-            return self.strategy.score(output_tensor, data["input_ids"], mask_BS, with_entropy=with_entropy)
+            return self.strategy.score(
+                output_tensor,
+                data["input_ids"],
+                mask_BS,
+                temperature=self.log_prob_temperature,
+                with_entropy=with_entropy,
+            )
         # A strategy with ROLL's interface scores in two calls.
         log_probs_BT = self.strategy.op_compute_log_probs(
             logits=output_tensor, input_ids=data["input_ids"], attention_mask=mask_BS

@@ -16,7 +16,7 @@ from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.factory import create_strategy
-from roll.distributed.strategy.train_strategy import PLACEHOLDER
+from roll.distributed.strategy.train_strategy import PLACEHOLDER, TrainStrategy
 from roll.distributed.strategy.weight_sync import SyncPlan, TensorSpec, WeightChannel
 from roll.models.model_providers import default_actor_model_provider
 from roll.pipeline.mini_batches import local_rows_of_steps
@@ -39,7 +39,7 @@ class ModelWorker(Worker):
         self.strategy = create_strategy(self)
         self.strategy.initialize(self.model_provider)
         checkpoint = find_checkpoint(pipeline_config.output_dir, pipeline_config.resume_from_checkpoint)
-        if checkpoint is not None and self.strategy.is_trainable:
+        if checkpoint is not None and isinstance(self.strategy, TrainStrategy):
             self.strategy.load_checkpoint(checkpoint / self.cluster_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -134,6 +134,7 @@ class ModelWorker(Worker):
 
     def receive_weights(self) -> dict[str, int]:
         """Write the weights that arrive into the model. Returns checksums of what the model then holds."""
+        assert self._weight_channel is not None, "open_weight_channel comes first"
         for bucket in self._weight_channel.receive(self._sync_plan):
             self.strategy.update_weights(bucket)
         return self.strategy.weight_checksums(self._sync_plan.sampled_names)

@@ -35,14 +35,14 @@ def postprocess_generate(
     Example: prompt [pad, 7, 8], answer [5, eos, pad], S = 6 -> input_ids [7, 8, 5, eos, pad, pad], response_mask
     [0, 0, 1, 1, 0, 0].
     """
-    width = prompts.batch["input_ids"].shape[1]
+    width = prompts["input_ids"].shape[1]
     rows = len(prompts) * num_return_sequences
     if len(output) != rows or output.shape[1] < width:
         raise ValueError(
             f"expected {rows} rows ({len(prompts)} prompts x {num_return_sequences}) of at least {width} tokens, got "
             f"shape {tuple(output.shape)}"
         )
-    attended = prompts.batch["attention_mask"].bool().repeat_interleave(num_return_sequences, dim=0)
+    attended = prompts["attention_mask"].bool().repeat_interleave(num_return_sequences, dim=0)
     prompt_lens = attended.sum(1, keepdim=True)
     responses = output[:, width:]
     ends = torch.isin(responses, torch.as_tensor(eos_token_id, device=output.device))
@@ -65,11 +65,11 @@ def postprocess_generate(
         "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
         "prompt_mask": prompt_mask,
         "response_mask": response_mask.long(),
-        "prompts": prompts.batch["input_ids"].repeat_interleave(num_return_sequences, dim=0),
+        "prompts": prompts["input_ids"].repeat_interleave(num_return_sequences, dim=0),
         "responses": torch.where(columns_of(responses) < response_lens, responses, pad_token_id),
     }
-    if "prompt_id" in prompts.batch.keys():
-        tensors["prompt_id"] = prompts.batch["prompt_id"].repeat_interleave(num_return_sequences, dim=0)
+    if "prompt_id" in prompts:
+        tensors["prompt_id"] = prompts["prompt_id"].repeat_interleave(num_return_sequences, dim=0)
     if output_logprobs is not None:
         # Token j of the row is new token j - prompt length, and column j - 1 of the log-probabilities speaks of it.
         new_token = (columns - prompt_lens).clamp(0, output_logprobs.shape[1] - 1)

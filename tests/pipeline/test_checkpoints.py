@@ -1,6 +1,5 @@
 """Exact resume, checkpoints that survive a crash, and checkpoints that other worlds can read. Real processes."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -148,10 +147,11 @@ def test_kill_while_saving_leaves_the_previous_checkpoint_whole(tmp_path):
     (checkpoint / "pipeline").mkdir()
     # Strike while a temporary folder is being written.
     deadline = time.monotonic() + 60
-    while not list(checkpoint.glob(".actor_train.tmp-*")):
-        assert time.monotonic() < deadline
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    while not list(checkpoint.glob(".actor_train.tmp-*")) and time.monotonic() < deadline:
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert time.monotonic() < deadline
     config = make_config("dpo", folder, output_dir=str(run), resume_from_checkpoint=True)
     cluster = local_cluster(config)
     assert cluster.workers[0].strategy.scheduler.last_epoch == 1

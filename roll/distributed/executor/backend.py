@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roll.distributed.executor.worker import Worker, WorkerContext
+from roll.distributed.executor.worker import Worker, WorkerContext, worker_context
 from roll.distributed.scheduler.decorator import method_spec
 
 
@@ -63,6 +63,15 @@ class ExecutorBackend(ABC):
     def share(self, value: Any) -> Any:
         """A stand-in for an argument that several workers get, so that it is sent or stored once; by default itself."""
         return value
+
+
+def construct(worker_cls: type[Worker], worker_config: Any, context: WorkerContext) -> Worker:
+    """The worker that `context` describes."""
+    with worker_context(context):
+        worker = worker_cls(worker_config)
+    if getattr(worker, "context", None) is not context:
+        raise TypeError(f"{worker_cls.__name__}.__init__ does not call super().__init__(worker_config)")
+    return worker
 
 
 def public_methods(cls: type) -> dict[str, Callable[..., Any]]:

@@ -263,7 +263,7 @@ class Cluster:
     def _bind_registered_methods(self) -> dict[str, Callable[..., Any]]:
         bound: dict[str, Callable[..., Any]] = {}
         for name, spec in registered_methods(self.worker_cls).items():
-            if hasattr(type(self), name) or name in type(self).__annotations__:
+            if hasattr(Cluster, name) or name in Cluster.__annotations__:
                 raise ConfigError(
                     f"{self.worker_cls.__name__}.{name} is registered, but Cluster.{name} means something else; "
                     "rename it"

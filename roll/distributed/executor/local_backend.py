@@ -22,11 +22,12 @@ from roll.distributed.executor.backend import (
     ExecutorBackend,
     WorkerSpec,
     clears_cache,
+    construct,
     failure_message,
     free_cached_memory,
     timeout_message,
 )
-from roll.distributed.executor.worker import Worker, WorkerContext, worker_context
+from roll.distributed.executor.worker import Worker, WorkerContext
 from roll.distributed.scheduler.resource_manager import override_for
 from roll.exceptions import ConfigError, WorkerError, WorkerTimeoutError
 from roll.utils.logging import get_logger
@@ -60,11 +61,10 @@ class LocalBackend(ExecutorBackend):
         _warn_about_environment(specs[0])
         workers: list[Worker] = []
         for spec in specs:
-            with worker_context(spec.context):
-                try:
-                    workers.append(spec.worker_cls(spec.worker_config))
-                except Exception as error:
-                    raise WorkerError(failure_message(spec.context, "__init__", error)) from error
+            try:
+                workers.append(construct(spec.worker_cls, spec.worker_config, spec.context))
+            except Exception as error:
+                raise WorkerError(failure_message(spec.context, "__init__", error)) from error
         return workers
 
     def submit(self, handle: Worker, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRef:

@@ -31,13 +31,14 @@ from roll.distributed.executor.backend import (
     ExecutorBackend,
     WorkerSpec,
     clears_cache,
+    construct,
     failure_message,
     free_cached_memory,
     public_methods,
     timeout_message,
 )
 from roll.distributed.executor.postmortem import ProcessRecord, explain_death, prepare_this_process, stack_of
-from roll.distributed.executor.worker import Worker, WorkerContext, worker_context
+from roll.distributed.executor.worker import Worker, WorkerContext
 from roll.distributed.scheduler.resource_manager import ResourceManager, override_for
 from roll.exceptions import (
     ConfigError,
@@ -79,6 +80,7 @@ _BOOKED = 0.01
 _SECONDS_BETWEEN_START_WARNINGS = 30.0
 _SECONDS_FOR_POSTMORTEM = 5.0
 _SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
+_TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # How gloo and nccl say that another rank has gone.
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|DistBackendError|DistStoreError", re.I
@@ -181,16 +183,15 @@ class _Host:
     ) -> None:
         """Build the worker. `payload` holds its class and configuration, and needs `import_path` to be unpickled."""
         self._context = context
-        if context.master is not None:
-            host, port = context.master
-            os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port), **env})
+        assert context.master is not None
+        host, port = context.master
+        os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port), **env})
         sys.path.extend(folder for folder in import_path if folder not in sys.path)
-        with worker_context(context):
-            try:
-                worker_cls, worker_config = pickle.loads(payload)
-                self._worker = worker_cls(worker_config)
-            except Exception as error:  # noqa: BLE001 - the border of a worker: every failure becomes one kind of error
-                raise RemoteFailure.of(context, "__init__", error) from None
+        try:
+            worker_cls, worker_config = pickle.loads(payload)
+            self._worker = construct(worker_cls, worker_config, context)
+        except Exception as error:  # noqa: BLE001 - the border of a worker: every failure becomes one kind of error
+            raise RemoteFailure.of(context, "__init__", error) from None
 
 
 def _host_class(worker_cls: type[Worker]) -> type[_Host]:
@@ -245,26 +246,9 @@ class RayBackend(ExecutorBackend):
     def spawn(self, specs: Sequence[WorkerSpec], timeout: float) -> list[ActorHandle]:
         connect_to_ray()
         _LIVE_BACKENDS.add(self)
-        worker_cls = specs[0].worker_cls
-        gpus = _reserve_gpus(self._resource_manager, specs) if specs[0].context.devices else None
-        actor_cls = ray.remote(_host_class(worker_cls))
-        for spec in specs:
-            handle: Any = actor_cls.options(**_actor_options(spec, gpus)).remote(spec.context)
-            self._handles.append(handle)
-            self._contexts[handle._actor_id] = spec.context
         try:
-            self._wait_for_processes(timeout)
-            reserved = self.gather([self._handles[0]._reserve_port.remote()], "__init__", timeout)
-            # Pickled by hand: unpickled once the driver's import path is in place, and a failure is ours to report.
-            payload = ray.put(cloudpickle.dumps((worker_cls, specs[0].worker_config)))
-            import_path = [os.path.abspath(folder) for folder in sys.path]
-            refs = []
-            for handle, spec in zip(self._handles, specs, strict=True):
-                index = 0 if spec.context.devices else None  # the process sees its own devices only
-                master = reserved[0] if spec.context.world_size > 1 else None
-                context = replace(spec.context, master=master, device_index=index)
-                refs.append(handle._construct.remote(payload, context, dict(spec.env), import_path))
-            self.gather(refs, "__init__", timeout)
+            self._start_processes(specs, timeout)
+            self._construct_workers(specs, timeout)
         except BaseException:
             self.shutdown()
             raise
@@ -311,6 +295,27 @@ class RayBackend(ExecutorBackend):
                 ray.kill(handle)
         self._handles = []
 
+    def _start_processes(self, specs: Sequence[WorkerSpec], timeout: float) -> None:
+        gpus = _reserve_gpus(self._resource_manager, specs) if specs[0].context.devices else None
+        actor_cls = ray.remote(_host_class(specs[0].worker_cls))
+        for spec in specs:
+            handle: Any = actor_cls.options(**_actor_options(spec, gpus)).remote(spec.context)
+            self._handles.append(handle)
+            self._contexts[handle._actor_id] = spec.context
+        self._wait_for_processes(timeout)
+
+    def _construct_workers(self, specs: Sequence[WorkerSpec], timeout: float) -> None:
+        (master,) = self.gather([self._handles[0]._reserve_port.remote()], "__init__", timeout)
+        # Pickled by hand: unpickled once the driver's import path is in place, and a failure is ours to report.
+        payload = ray.put(cloudpickle.dumps((specs[0].worker_cls, specs[0].worker_config)))
+        import_path = [os.path.abspath(folder) for folder in sys.path]
+        refs = []
+        for handle, spec in zip(self._handles, specs, strict=True):
+            index = 0 if spec.context.devices else None  # the process sees its own devices only
+            context = replace(spec.context, master=master, device_index=index)
+            refs.append(handle._construct.remote(payload, context, dict(spec.env), import_path))
+        self.gather(refs, "__init__", timeout)
+
     def _wait_for_processes(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         refs = [handle._report.remote() for handle in self._handles]
@@ -340,7 +345,8 @@ class RayBackend(ExecutorBackend):
         # The call did not reach the worker's method, or its outcome did not reach us: arguments that do not unpickle
         # there, a full object store ...
         cause = error.cause if isinstance(error, RayTaskError) else error
-        raise WorkerError(f"{context.describe()} failed in {method}(): {error}") from cause
+        text = _TERMINAL_COLOURS.sub("", str(error))
+        raise WorkerError(f"{context.describe()} failed in {method}(): {text}") from cause
 
     def _died(self, ref: ObjectRef, method: str, error: RayError) -> WorkerDiedError:
         """Find out why, and end the other workers. Calls that were under way elsewhere report the first death."""

@@ -51,7 +51,7 @@ class RankInfo:
 class WorkerContext:
     """Who a worker is. The backend sets it around the construction of the worker.
 
-    `master` is the address and port where the ranks of the cluster can meet; None where they share one process.
+    `master` is the address and port, reserved on rank 0's machine, where the ranks can meet; None in a shared process.
     `device_index` is the number under which the worker's own process knows the first of its `devices`.
     """
 
@@ -90,6 +90,7 @@ class _WorkerLogger(logging.LoggerAdapter):
 class Worker:
     """Base of every worker. Subclasses add methods, and `@register` those that are called through the cluster.
 
+    context           who this worker is: rank, names, devices, meeting point
     worker_config     the configuration of the role (Any: each subclass reads the fields that it needs)
     pipeline_config   the configuration of the whole run, from `initialize` on
     rank_info         data parallel over all ranks, until a strategy lays the ranks out otherwise

@@ -55,6 +55,9 @@ class DeepSpeedStrategy(InferenceStrategy):
         super().__init__(worker)
         self.engine: Any = None
         self.deepspeed: Any = None
+        if worker.device_index is None:
+            # Before anything, such as transformers, has made DeepSpeed look for an accelerator.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.stage = zero_stage(self.strategy_config, self.worker_config.name, self.default_stage)
         if self.stage == 3:
             self._switch_linear_logits_off()
@@ -266,8 +269,6 @@ def import_deepspeed(device: torch.device) -> Any:
     On a CPU the first start would otherwise compile shared-memory collectives for minutes, and one that is killed
     meanwhile leaves a lock behind on which all later starts wait. Only inference kernels use them.
     """
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         # By name: type checkers need not have the package.
         deepspeed = importlib.import_module("deepspeed")

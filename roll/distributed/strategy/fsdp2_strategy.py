@@ -18,6 +18,7 @@ passes: a rank with fewer micro-batches takes part with an empty one.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +81,11 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.model, options=options)
+        return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
 
     def load_weights(self, folder: Path) -> None:
         # Rank 0 reads and checks; the others receive their shards from it.
-        weights = read_hf_weights(self.unwrap_model(), folder) if self.ranks.rank == 0 else {}
+        weights: dict[str, Any] = dict(read_hf_weights(self.unwrap_model(), folder)) if self.ranks.rank == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(self.model, weights, options=options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,9 @@ class HfInferStrategy(InferenceStrategy):
     def generate(self, batch: DataProto, generation_config: Mapping[str, Any]) -> Tensor:
         """Continue left-padded prompts with the model's own `generate`: (rows * num_return_sequences, prompt + new)."""
         with torch.no_grad(), plain_logits(self.model):
-            return self.model.generate(
-                input_ids=batch.batch["input_ids"].to(self.device),
-                attention_mask=batch.batch["attention_mask"].to(self.device),
+            return cast("Any", self.model).generate(
+                input_ids=batch["input_ids"].to(self.device),
+                attention_mask=batch["attention_mask"].to(self.device),
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
                 **generation_config,

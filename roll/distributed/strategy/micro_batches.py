@@ -98,15 +98,17 @@ def split_to(plan: list[Rows], num_micro_batches: int, *, unit: int = 1) -> list
 def make_micro_batch(batch: DataProto, rows: Rows, *, round_to: int = 1) -> MicroBatch:
     """Select `rows` and narrow every tensor of the full width S, or S-1, to the columns that these rows attend to."""
     selected = batch.select_idxs(rows)
-    attention_mask = selected.batch["attention_mask"]
+    attention_mask = selected["attention_mask"]
     full_width = attention_mask.shape[1]
     first, stop = row_windows(attention_mask)
     begin, end = int(first.min()), int(stop.max())
     # At least two columns, so that there is a prediction to make.
     end = min(full_width, max(end, begin + -(-(end - begin) // round_to) * round_to, begin + 2))
     begin = max(0, min(begin, end - 2))
-    narrowed = {}
-    for key, value in selected.batch.items():
+    assert selected.batch is not None
+    narrowed: dict[str, Tensor] = {}
+    for key in selected.batch.keys():
+        value = selected[key]
         if value.dim() >= 2 and value.shape[1] == full_width:
             value = value[:, begin:end]
         elif value.dim() >= 2 and value.shape[1] == full_width - 1:

@@ -115,7 +115,7 @@ class InferenceStrategy(ABC):
         `meta_info["micro_batch_size"]` sets the rows of a micro-batch (default `infer_batch_size`).
         """
         self._require_rows(batch)
-        width = batch.batch["attention_mask"].shape[1]
+        width = batch["attention_mask"].shape[1]
         pieces: dict[str, list[Tensor]] = {}
         order: Rows = []
         self.model.eval()
@@ -138,10 +138,15 @@ class InferenceStrategy(ABC):
         return self.model(**self._model_inputs(data), use_cache=False).logits
 
     def score(
-        self, output: ModelOutput, input_ids: Tensor, mask: Tensor, *, with_entropy: bool = False
+        self,
+        output: ModelOutput,
+        input_ids: Tensor,
+        mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each next token and entropy of its distribution, (B, S-1), 0 where `mask[:, 1:]` is 0."""
-        temperature = self.worker.log_prob_temperature
         return next_token_log_probs(output, input_ids, mask, temperature=temperature, with_entropy=with_entropy)
 
     def op_compute_log_probs(self, logits: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -241,8 +246,8 @@ class InferenceStrategy(ABC):
         Rows that start at column 0 and have no holes need no attention mask: a causal model cannot see the padding to
         their right, and without a mask torch picks its fastest attention.
         """
-        attention_mask = data.batch["attention_mask"].to(self.device)
-        input_ids = data.batch["input_ids"].to(self.device)
+        attention_mask = data["attention_mask"].to(self.device)
+        input_ids = data["input_ids"].to(self.device)
         input_ids = torch.where(attention_mask != 0, input_ids, self.tokenizer.pad_token_id)
         if data.meta_info["right_padded"]:
             return {"input_ids": input_ids, "attention_mask": None, "position_ids": None}
@@ -255,7 +260,7 @@ class InferenceStrategy(ABC):
 
     def _micro_batches(self, batch: DataProto, plan: list[Rows]) -> Iterator[MicroBatch]:
         """The micro-batches of a plan, on the device. An empty one stands for a rank that only keeps step: row 0."""
-        right_padded = is_right_padded(batch.batch["attention_mask"])
+        right_padded = is_right_padded(batch["attention_mask"])
         for rows in plan:
             micro = make_micro_batch(batch, rows or [0])
             micro.data.meta_info = {**batch.meta_info, "right_padded": right_padded}
@@ -300,5 +305,5 @@ def is_right_padded(attention_mask_BS: Tensor) -> bool:
 
 def row_lengths(batch: DataProto) -> list[int]:
     """Columns from the first to the last attended token of each row."""
-    first, stop = row_windows(batch.batch["attention_mask"])
+    first, stop = row_windows(batch["attention_mask"])
     return (stop - first).tolist()

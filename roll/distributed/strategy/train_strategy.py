@@ -226,16 +226,16 @@ class TrainStrategy(InferenceStrategy):
 
     def global_counts(self, batch: DataProto) -> dict[str, Any]:
         """The denominators of this optimizer step, over all ranks, for every mask in `meta_info["loss_mask_keys"]`."""
-        keys = batch.meta_info.get("loss_mask_keys") or [key for key in ("response_mask",) if key in batch.batch.keys()]
+        keys = batch.meta_info.get("loss_mask_keys") or [key for key in ("response_mask",) if key in batch]
         is_placeholder = batch.meta_info.get(PLACEHOLDER, False)
         local = [0.0 if is_placeholder else float(len(batch))]
         for key in keys:
-            mask = loss_mask(key, batch.batch[key])
+            mask = loss_mask(key, batch[key])
             local += [0.0, 0.0] if is_placeholder else [float(mask.sum()), float(mask.any(dim=1).sum())]
         total_rows, *rest = self.ranks.sum(local)
         tokens = {key: max(rest[2 * i], 1.0) for i, key in enumerate(keys)}
         samples = {key: max(rest[2 * i + 1], 1.0) for i, key in enumerate(keys)}
-        width = self.ranks.max(batch.batch["attention_mask"].shape[1] - 1)
+        width = self.ranks.max(batch["attention_mask"].shape[1] - 1)
         return {
             "batch_num_tokens": tokens,
             "global_valid_samples": {**samples, "default": max(total_rows, 1.0)},
@@ -266,7 +266,7 @@ class TrainStrategy(InferenceStrategy):
     @property
     def learning_rate(self) -> float:
         """Of the next optimizer step."""
-        return self.scheduler.get_last_lr()[0]
+        return float(self.scheduler.get_last_lr()[0])
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients that the optimizer is about to use, whole. For tests and diagnosis; all ranks call it."""
@@ -306,5 +306,5 @@ def loss_mask(key: str, column: Tensor) -> Tensor:
 
 def connected_zero(output: ModelOutput, data: DataProto) -> Tensor:
     """Zero with a graph behind it, so that ranks without rows take part in the collectives of backward."""
-    mask = torch.zeros_like(data.batch["attention_mask"])
-    return next_token_log_probs(output, data.batch["input_ids"], mask)[0].sum()
+    mask = torch.zeros_like(data["attention_mask"])
+    return next_token_log_probs(output, data["input_ids"], mask)[0].sum()

@@ -13,6 +13,7 @@ from cluster_workers import (
     EchoWorker,
     FailsToConstruct,
     FailsToInitialize,
+    ForgetsItsBase,
     Payload,
     SlowToInitialize,
 )
@@ -262,6 +263,11 @@ def test_a_failed_constructor(backend: str) -> None:
     manager = ResourceManager(backend=backend)
     with pytest.raises(WorkerError, match=r"bad-0 \(rank 0 of 1\) failed in __init__\(\): RuntimeError: it cannot be"):
         Cluster("bad", FailsToConstruct, manager, SimpleNamespace())
+
+
+def test_a_constructor_that_forgets_its_base() -> None:
+    with pytest.raises(WorkerError, match=r"ForgetsItsBase.__init__ does not call super\(\).__init__\(worker_config\)"):
+        new_local(ForgetsItsBase)
 
 
 def test_unknown_methods(cluster_of: MakeCluster) -> None:

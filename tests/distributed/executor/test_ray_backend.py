@@ -40,6 +40,11 @@ def echo() -> Iterator[Cluster]:
         yield cluster
 
 
+class BreaksOnTheWay:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise ValueError('it broke on the way')",)
+
+
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     """Those that are still there after that time."""
     deadline = time.monotonic() + seconds
@@ -93,6 +98,13 @@ def test_an_exception_of_two_arguments_arrives_as_text(echo: Cluster) -> None:
     with pytest.raises(WorkerError, match="TwoArgumentError: row 7, column input_ids") as caught:
         echo.execute_all_sync("fail_two_arguments")
     assert not isinstance(caught.value.__cause__, TwoArgumentError)
+
+
+def test_an_argument_that_does_not_arrive(echo: Cluster) -> None:
+    with pytest.raises(
+        WorkerError, match=r"echo-[01] \(rank [01] of 2\) failed in plain\(\): [^\x1b]*it broke on the way"
+    ):
+        echo.execute_all_sync("plain", BreaksOnTheWay())
 
 
 def test_what_several_workers_get_is_stored_once(echo: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

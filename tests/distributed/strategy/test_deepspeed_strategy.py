@@ -19,7 +19,13 @@ from roll.exceptions import ConfigError, DataError
 
 pytestmark = pytest.mark.deepspeed
 
-TRAINING = {"learning_rate": 1e-2, "warmup_steps": 2, "lr_scheduler_type": "cosine", "weight_decay": 0.1}
+TRAINING = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
+    "gradient_accumulation_steps": 4,  # all rows of a test's batch in one optimizer step
+}
 
 
 def make_lab() -> Iterator[Cluster]:
@@ -62,8 +68,8 @@ def local_worker(pipeline: str, config: Any, role: str = "actor_train") -> Any:
     ("pipeline", "stage", "options"),
     [
         ("agentic", 1, {"micro_batch": 3}),
-        ("agentic", 2, {"max_tokens": 28}),
-        ("agentic", 3, {"max_tokens": 28}),
+        ("agentic", 2, {"micro_batch": 3, "max_tokens": 28}),
+        ("agentic", 3, {"micro_batch": 3, "max_tokens": 28}),
         ("dpo", 1, {"max_tokens": 28}),
         ("dpo", 2, {"micro_batch": 1}),
         ("dpo", 3, {"micro_batch": 1, "gradient_checkpointing": True}),
@@ -71,30 +77,158 @@ def local_worker(pipeline: str, config: Any, role: str = "actor_train") -> Any:
 )
 def test_one_gradient_and_the_update_of_hf_train(lab, folder, pipeline, stage, options):
     """The gradient is that of a float64 forward of the whole batch; clipped steps with decay move weights as hf_train."""
-    config = zero_config(pipeline, folder, stage, max_grad_norm=1e9, **options)
+    config = zero_config(pipeline, folder, stage, **options)
     batch = make_batch(pipeline)
     expected = reference_gradients(pipeline, folder, config, batch)
     lab.execute_all_sync("start", pipeline, config)
     for gradients, _ in lab.gradients(pad_batch(batch, left=1, right=2)):
         assert relative_error(gradients, expected) < 1e-5
 
-    options = {**options, "max_grad_norm": 0.1, "training_args": TRAINING}
-    lab.execute_all_sync("start", pipeline, zero_config(pipeline, folder, stage, max_grad_norm=0.1, **options_of(options)))
-    plain = local_worker(pipeline, make_config(pipeline, folder, **options))
+    options["max_grad_norm"] = 0.1
+    lab.execute_all_sync("start", pipeline, zero_config(pipeline, folder, stage, **options))
+    plain = local_worker(pipeline, make_config(pipeline, folder, training_args=TRAINING, **options))
     for seed in (1, 2):
-        norm = lab.train_step(make_batch(pipeline, seed=seed)).meta_info["metrics"]["actor_train/grad_norm"]
-        plain_norm = plain.train_step(make_batch(pipeline, seed=seed)).meta_info["metrics"]["actor_train/grad_norm"]
-        assert norm == pytest.approx(plain_norm, rel=1e-4) and plain_norm > 0.1
+        metrics, plain_metrics = (
+            worker.train_step(make_batch(pipeline, seed=seed)).meta_info["metrics"] for worker in (lab, plain)
+        )
+        (plain_norm,) = plain_metrics["actor_train/grad_norm"]
+        assert plain_norm > 0.1
+        assert metrics["actor_train/grad_norm"] == pytest.approx([plain_norm] * 2, rel=1e-4)
     expected_weights = dict(plain.strategy.named_weights())
     for weights in lab.execute_all_sync("weights"):
         assert_close(weights, expected_weights, atol=2e-5)
-
-
-def options_of(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key not in ("max_grad_norm", "training_args")}
 
 
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float) -> None:
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=atol, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_non_finite_step_leaves_everything_alone_and_the_next_one_counts(lab, folder, stage):
+    lab.execute_all_sync("start", "agentic", zero_config("agentic", folder, stage, micro_batch=3))
+    lab.train_step(make_batch("agentic", seed=1))
+    before = lab.execute_all_sync("state")
+    bad = make_batch("agentic", seed=2)
+    bad.batch["advantages"][-1] = float("nan")  # a row of the second rank
+    bad.batch["response_mask"][-1, 2:5] = 1
+    metrics = lab.train_step(bad).meta_info["metrics"]
+    assert metrics["actor_train/skipped_steps@max"] == [1.0, 1.0]
+    after = lab.execute_all_sync("state")
+    for one, other in zip(before, after, strict=True):
+        for key in ("weights", "optimizer", "steps"):
+            assert_same(one[key], other[key], key)
+    metrics = lab.train_step(make_batch("agentic", seed=3)).meta_info["metrics"]
+    assert metrics["actor_train/skipped_steps@max"] == [0.0, 0.0]
+    for one, other in zip(after, lab.execute_all_sync("state"), strict=True):
+        assert [step + 1 for step in one["steps"]] == other["steps"]
+        assert all(torch.isfinite(weight).all() for weight in other["weights"].values())
+        assert not all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+
+
+def train(cluster: Any, first: int, last: int) -> list[dict[str, Any]]:
+    steps = [cluster.train_step(make_batch("dpo", seed=seed)).meta_info["metrics"] for seed in range(first, last)]
+    return [{key: value for key, value in metrics.items() if not key.startswith("time/")} for metrics in steps]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_exact_resume_in_other_processes(lab, other_lab, folder, tmp_path, stage, dtype):
+    config = zero_config("dpo", folder, stage, model_args={"dtype": dtype})
+    lab.execute_all_sync("start", "dpo", config)
+    whole = train(lab, 0, 3)
+    saved = lab.execute_all_sync("state")
+    lab.execute_all_sync("save", str(tmp_path / "checkpoint"), 2)
+    whole += train(lab, 3, 6)
+    other_lab.execute_all_sync("start", "dpo", config)
+    assert other_lab.execute_all_sync("load", str(tmp_path / "checkpoint")) == [2, 2]
+    assert_same(other_lab.execute_all_sync("state"), saved)
+    assert_same(train(other_lab, 3, 6), whole[3:])
+    assert_same(other_lab.execute_all_sync("state"), lab.execute_all_sync("state"))
+    assert len({metrics["actor/lr"][0] for metrics in whole}) > 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_opens_everywhere(lab, folder, tmp_path, stage):
+    """In transformers; with one rank, at another stage; and in another strategy, where training goes on the same way."""
+    lab.execute_all_sync("start", "dpo", zero_config("dpo", folder, stage))
+    train(lab, 0, 2)
+    saved = tmp_path / "checkpoint"
+    lab.execute_all_sync("save", str(saved), 1)
+    state, _ = lab.execute_all_sync("state")
+    plain = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert_same(dict(plain.named_parameters()), state["weights"])
+    assert AutoTokenizer.from_pretrained(saved)("ab")["input_ids"]
+
+    alone = Lab(WorkerConfig(name="lab"))
+    alone.start("dpo", zero_config("dpo", folder, 5 - stage, workers=1))
+    alone.load(str(saved))
+    for key in ("weights", "optimizer", "scheduler", "learning_rates"):
+        assert_same(alone.state()[key], state[key], key)
+    hf = local_worker("dpo", make_config("dpo", folder, training_args=TRAINING))
+    hf.strategy.load_checkpoint(saved)
+    losses = [train(worker, 2, 4) for worker in (lab, alone, hf)]
+    norms = [[metrics["actor_train/grad_norm"][0] for metrics in run] for run in losses]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[2] == pytest.approx(norms[0], rel=1e-4)
+    back = Lab(WorkerConfig(name="lab"))
+    back.start("dpo", zero_config("dpo", folder, stage, workers=1))
+    hf.strategy.save_checkpoint(tmp_path / "hf", 4)
+    assert back.load(str(tmp_path / "hf")) == 4
+    assert_same(back.weights(), dict(hf.strategy.named_weights()))
+    (tmp_path / "hf" / "training" / "optimizer").rename(tmp_path / "gone")
+    with pytest.raises(DataError, match="no optimizer state here"):
+        back.load(str(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize(("stage", "left"), [(None, 0), (3, 2), (2, 2)])
+def test_inference_scores_as_hf_infer(lab, folder, stage, left):
+    zero = {} if stage is None else {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    role = {"model_args": {"dtype": "fp32"}, "infer_batch_size": 2}
+    plain, sharded = (
+        make_config("dpo", folder, reference={**role, "strategy_args": strategy, "world_size": workers})
+        for strategy, workers in (
+            ({"strategy_name": "hf_infer"}, 1),
+            ({"strategy_name": "deepspeed_infer", "strategy_config": zero}, 2),
+        )
+    )
+    plain = local_worker("dpo", plain, role="reference")
+    lab.execute_all_sync("start", "dpo", sharded, "reference")
+    batch = pad_batch(make_batch("dpo", rows=10), left=left, right=1)
+    inputs = DataProto.from_dict({key: batch.batch[key] for key in ("input_ids", "attention_mask")})
+    expected = plain.compute_log_probs(inputs).batch["log_probs"]
+    torch.testing.assert_close(lab.compute_log_probs(inputs).batch["log_probs"], expected, atol=1e-6, rtol=0)
+    # New weights, as a weight sync writes them.
+    new = {name: weight + 0.01 for name, weight in plain.strategy.named_weights()}
+    lab.execute_all_sync("write_weights", new)
+    for weights in lab.execute_all_sync("weights"):
+        assert_same(weights, new)
+    plain.strategy.update_weights(new)
+    expected = plain.compute_log_probs(inputs).batch["log_probs"]
+    torch.testing.assert_close(lab.compute_log_probs(inputs).batch["log_probs"], expected, atol=1e-6, rtol=0)
+
+
+def test_bf16_differs_by_rounding_only(lab, folder):
+    config = zero_config("dpo", folder, None, model_args={"dtype": "bf16"})
+    batch = make_batch("dpo")
+    expected = reference_gradients("dpo", folder, config, batch)
+    lab.execute_all_sync("start", "dpo", config)
+    for gradients, _ in lab.gradients(batch):
+        assert relative_error(gradients, expected) < 0.05
+
+
+def test_stage_3_cannot_go_without_logits(folder):
+    config = zero_config("dpo", folder, 3, workers=1)
+    config.actor_train.strategy_args.strategy_config["linear_logits"] = True
+    with pytest.raises(ConfigError, match=r"actor_train\.strategy_args\.strategy_config\.linear_logits: found true"):
+        local_worker("dpo", config)
+
+
+def test_a_conflicting_key_is_named(folder):
+    config = zero_config("dpo", folder, None, workers=1, strategy_config={"gradient_clipping": 3.0})
+    with pytest.raises(ConfigError, match=r"strategy_config\.gradient_clipping: found 3\.0, but the run says"):
+        local_worker("dpo", config)
+
+
+def test_stage_0_trains_as_stage_1(folder):
+    worker = local_worker("dpo", zero_config("dpo", folder, 0, workers=1))
+    assert worker.strategy.engine.zero_optimization_stage() == 1

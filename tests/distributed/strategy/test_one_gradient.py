@@ -74,7 +74,7 @@ def test_gradient_checkpointing(folders, pipeline):
 
 
 @pytest.mark.parametrize("pipeline", ["agentic", "dpo"])
-def test_fsdp2_on_one_rank(folders, pipeline):
+def test_fsdp2_on_one_rank(folders, pipeline, lone_process_group):
     check(pipeline, None, folders["qwen2", True], strategy="fsdp2_train")
 
 

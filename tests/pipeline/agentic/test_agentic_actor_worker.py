@@ -197,9 +197,9 @@ class Strategy:
     def __init__(self) -> None:
         self.asked_for_entropy: list[bool] = []
 
-    def score(self, output, input_ids, mask, *, with_entropy=False):
+    def score(self, output, input_ids, mask, *, temperature, with_entropy):
         self.asked_for_entropy.append(with_entropy)
-        return next_token_log_probs(output, input_ids, mask, with_entropy=with_entropy)
+        return next_token_log_probs(output, input_ids, mask, temperature=temperature, with_entropy=with_entropy)
 
 
 def test_a_strategy_does_the_scoring_when_there_is_one() -> None:

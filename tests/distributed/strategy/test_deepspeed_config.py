@@ -1,0 +1,91 @@
+from typing import Any
+
+import pytest
+
+from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, zero_stage
+from roll.exceptions import ConfigError
+
+RUN = RunSettings(
+    role="actor_train",
+    dtype="bf16",
+    world_size=4,
+    micro_batch_size=2,
+    gradient_accumulation_steps=8,
+    max_grad_norm=0.5,
+)
+
+
+def test_the_run_fills_what_the_user_left_out() -> None:
+    config = complete_config({"zero_optimization": {"overlap_comm": True}, "linear_logits": True}, RUN, stage=2)
+    assert config["zero_optimization"] == {"overlap_comm": True, "stage": 2, "reduce_bucket_size": 50_000_000}
+    assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    # One micro-batch per step as far as DeepSpeed is concerned, so that it divides by nothing.
+    assert (config["gradient_accumulation_steps"], config["train_batch_size"]) == (1, 8)
+    assert config["gradient_clipping"] == 0.5
+    assert config["communication_data_type"] == config["data_types"]["grad_accum_dtype"] == "fp32"
+    assert "linear_logits" not in config
+
+
+def test_auto_means_left_out_at_any_depth() -> None:
+    user = {
+        "zero_optimization": {"stage": "auto", "stage3_prefetch_bucket_size": "auto", "offload_param": {"x": "auto"}},
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "scheduler": "auto",
+    }
+    config = complete_config(user, RUN, stage=3)
+    assert config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 50_000_000, "offload_param": {}}
+    assert config["gradient_clipping"] == 0.5
+    assert config["bf16"] == {"enabled": True}
+    assert "scheduler" not in config
+    assert user["zero_optimization"]["stage"] == "auto"
+
+
+def test_values_that_agree_with_the_run_are_welcome() -> None:
+    user = {
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 8,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "communication_data_type": "bf16",
+    }
+    config = complete_config(user, RUN, stage=1)
+    assert config["communication_data_type"] == "bf16"
+    assert config["train_batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 1},
+            r"train_micro_batch_size_per_gpu: found 1, but the run says 2.*per_device_train_batch_size",
+        ),
+        ({"gradient_accumulation_steps": 1}, r"gradient_accumulation_steps: found 1, but the run says 8"),
+        ({"train_batch_size": 8}, r"train_batch_size: found 8, but the run says 64"),
+        ({"gradient_clipping": 1.0}, r"gradient_clipping: found 1\.0, but the run says 0\.5.*max_grad_norm"),
+        ({"bf16": {"enabled": False}}, r"bf16\.enabled: found False, but the run says True.*model_args\.dtype"),
+        ({"fp16": {"enabled": True}}, r"fp16\.enabled: found True"),
+        ({"optimizer": {"type": "Adam"}}, r"optimizer: found \{'type': 'Adam'\}, expected nothing.*learning_rate"),
+        ({"scheduler": {"type": "WarmupLR"}}, r"scheduler: found.*lr_scheduler_type"),
+        ({"zero_force_ds_cpu_optimizer": True}, r"zero_force_ds_cpu_optimizer: found True"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, r"offload_optimizer\.device: found 'nvme'"),
+    ],
+)
+def test_a_key_that_contradicts_the_run_is_named(user: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^actor_train\.strategy_args\.strategy_config\." + message):
+        complete_config(user, RUN, stage=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "stage"), [({}, 2), ({"zero_optimization": {}}, 2), ({"zero_optimization": {"stage": 0}}, 0)]
+)
+def test_the_stage(config: dict[str, Any], stage: int) -> None:
+    assert zero_stage(config, "actor_train", default=2) == stage
+
+
+@pytest.mark.parametrize("stage", [4, -1, "2", True])
+def test_a_stage_that_does_not_exist(stage: Any) -> None:
+    with pytest.raises(ConfigError, match=r"actor_train.*zero_optimization\.stage: found .*, expected 0, 1, 2 or 3"):
+        zero_stage({"zero_optimization": {"stage": stage}}, "actor_train", default=2)
