@@ -379,7 +379,8 @@ checkpoint.save_hf_checkpoint(tiny_model(seed=1), tiny_tokenizer(), Path(sys.arg
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    assert child.stdout is not None and child.stdout.readline() == b"written\n"
+    # Libraries may print lines of their own before.
+    assert child.stdout is not None and b"written\n" in child.stdout
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert len(list(tmp_path.glob(".a.tmp-*"))) == 1

@@ -142,7 +142,8 @@ def test_kill_while_saving_leaves_the_previous_checkpoint_whole(tmp_path):
         )
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline().strip() == "saved"
+    # Libraries may print lines of their own before.
+    assert process.stdout is not None and "saved\n" in process.stdout
     checkpoint = checkpoint_folder(run, 1)
     (checkpoint / "pipeline").mkdir()
     # Strike while a temporary folder is being written.

@@ -14,6 +14,9 @@ touches neither weights nor optimizer state.
 In a bf16 or fp16 run DeepSpeed keeps float32 master weights beside the model's. Gradients are summed in float32
 (`communication_data_type` and `data_types.grad_accum_dtype` change that). fp16 scales the loss; a checkpoint does not
 hold the current scale, so a resumed fp16 run finds it anew.
+
+From the first stage 3 model on, DeepSpeed replaces `torch.nn.functional.linear` in that process by a version that does
+not keep gathered weights alive; in bf16 it rounds differently, for every model of the process.
 """
 
 from __future__ import annotations
