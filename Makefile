@@ -60,6 +60,7 @@ format: $(DEV)  ## rewrite files in the house style
 bench: $(DEV)  ## print the tables of benchmarks/
 	$(BIN)/python benchmarks/protocol.py
 	$(BIN)/python benchmarks/algorithms.py
+	$(BIN)/python benchmarks/log_probs.py
 
 clean:  ## remove what make made
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis output

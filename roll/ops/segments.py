@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Entries of the chunk of rows that is worked on at a time on a CPU, so that its temporaries stay in the cache.
-CPU_CHUNK = 2**19
+CPU_CHUNK = 2**18
 
 
 def row_chunks(like_BT: Tensor) -> Iterator[slice]:

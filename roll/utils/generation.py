@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from roll.distributed.scheduler.protocol import DataProto
+if TYPE_CHECKING:
+    from roll.distributed.scheduler.protocol import DataProto
 
 
 def postprocess_generate(
@@ -75,7 +77,7 @@ def postprocess_generate(
         new_token = (columns - prompt_lens).clamp(0, output_logprobs.shape[1] - 1)
         log_probs = torch.where(response_mask, output_logprobs.gather(1, new_token), 0.0)
         tensors["infer_logprobs"] = log_probs[:, 1:]
-    return DataProto.from_dict(tensors, meta_info=prompts.meta_info)
+    return type(prompts).from_dict(tensors, meta_info=prompts.meta_info)
 
 
 def columns_of(tensor: Tensor) -> Tensor:

@@ -47,6 +47,17 @@ def zero_stage(config: Mapping[str, Any], role: str, default: int) -> int:
     return stage
 
 
+def training_stage(config: Mapping[str, Any], stage: int, dtype: str) -> int:
+    """The stage that training runs at: what was asked for, or the next one that does the same right.
+
+    Stage 0 differs from stage 1 in memory alone. Below stage 2, DeepSpeed sums bf16 gradients in float32 only with an
+    optimizer of another kind, one that cannot skip a step.
+    """
+    sums_in_float32 = _get(config, "data_types.grad_accum_dtype") in (None, AUTO, "fp32")
+    lowest = 2 if dtype == "bf16" and sums_in_float32 else 1
+    return max(stage, lowest)
+
+
 def complete_config(config: Mapping[str, Any], run: RunSettings, stage: int) -> dict[str, Any]:
     """The configuration that DeepSpeed gets: the user's, our defaults, and the settings of the run.
 

@@ -66,7 +66,6 @@ class ZeroState:
         zero, update_scale = self.zero, self.zero._update_scale
 
         def overflow(has_overflow: bool = False) -> None:
-            zero.overflow = True
             update_scale(True)
 
         zero._update_scale = overflow

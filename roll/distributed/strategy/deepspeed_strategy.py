@@ -2,8 +2,8 @@
 
 `strategy_config` is DeepSpeed's own configuration (see deepspeed_config). Stage 1 shards the optimizer's state over the
 ranks, stage 2 (the default of training) gradients as well, stage 3 (the default of inference) also the weights.
-Stage 0 trains as stage 1, which gives the same numbers in less memory; inference below stage 3 shards nothing, so
-every rank is a replica and needs no engine. `linear_logits` is roll's own key, as in the other strategies; at stage 3
+Stage 0 trains as stage 1, and both as stage 2 in a bf16 run: the same numbers in less memory (see training_stage).
+Inference below stage 3 shards nothing, so every rank is a replica and needs no engine. `linear_logits` is roll's own key, as in the other strategies; at stage 3
 weights leave a rank after each module's forward, so there the model builds its logits tensor.
 
 How this fits the one gradient of `TrainStrategy`: DeepSpeed is told which micro-batch is the last of a step, divides
@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, zero_stage
+from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, training_stage, zero_stage
 from roll.distributed.strategy.deepspeed_state import ZeroState
 from roll.distributed.strategy.micro_batches import Rows, split_to
 from roll.distributed.strategy.ranks import Ranks
@@ -177,9 +177,12 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
     _clip_factor = 1.0
 
     def initialize(self, model_provider: ModelProvider) -> None:
-        if self.stage == 0:
-            self.worker.logger.warning("ZeRO stage 0 runs as stage 1: the same numbers in less memory")
-            self.stage = 1
+        asked, self.stage = (
+            self.stage,
+            training_stage(self.strategy_config, self.stage, self.worker_config.model_args.dtype),
+        )
+        if asked != self.stage:
+            self.worker.logger.warning(f"ZeRO stage {asked} runs as stage {self.stage}: the same numbers, less memory")
         self.build_model(model_provider)
         self.make_optimizer()
         self.start_engine(self.optimizer)

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, zero_stage
+from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, training_stage, zero_stage
 from roll.exceptions import ConfigError
 
 RUN = RunSettings(
@@ -91,3 +91,21 @@ def test_the_stage(zero: dict[str, Any], stage: int) -> None:
 def test_a_stage_that_does_not_exist(stage: Any) -> None:
     with pytest.raises(ConfigError, match=r"actor_train.*zero_optimization\.stage: found .*, expected 0, 1, 2 or 3"):
         zero_stage({"zero_optimization": {"stage": stage}}, "actor_train", default=2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "accumulate", "runs_at"),
+    [
+        (0, "fp32", None, 1),
+        (1, "fp32", None, 1),
+        (0, "fp16", None, 1),
+        (0, "bf16", None, 2),
+        (1, "bf16", "auto", 2),
+        (1, "bf16", "fp32", 2),
+        (1, "bf16", "bf16", 1),
+        (3, "bf16", None, 3),
+    ],
+)
+def test_the_stage_of_training(stage: int, dtype: str, accumulate: str | None, runs_at: int) -> None:
+    config = {} if accumulate is None else {"data_types": {"grad_accum_dtype": accumulate}}
+    assert training_stage(config, stage, dtype) == runs_at

@@ -1,5 +1,6 @@
 """ZeRO stages 1 to 3 on two real processes: one gradient, one update, exact resume, weights that others can read."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from roll.configs.worker_config import WorkerConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
-from roll.exceptions import ConfigError, DataError
+from roll.exceptions import ConfigError, DataError, MissingDependencyError
 
 pytestmark = pytest.mark.deepspeed
 
@@ -86,6 +87,8 @@ def test_one_gradient_and_the_update_of_hf_train(lab, folder, pipeline, stage, o
     lab.execute_all_sync("start", pipeline, config)
     for gradients, _ in lab.gradients(pad_batch(batch, left=1, right=2)):
         assert relative_error(gradients, expected) < 1e-5
+    # The probe took the gradient and left out the step, so these finite gradients were dropped.
+    assert all(step == 0 for state in lab.execute_all_sync("state") for step in state["steps"])
 
     options["max_grad_norm"] = 0.1
     lab.execute_all_sync("start", pipeline, zero_config(pipeline, folder, stage, **options))
@@ -108,9 +111,10 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *
         torch.testing.assert_close(one[name], other[name], atol=atol, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_non_finite_step_leaves_everything_alone_and_the_next_one_counts(lab, folder, stage):
-    lab.execute_all_sync("start", "agentic", zero_config("agentic", folder, stage, micro_batch=3))
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_a_non_finite_step_leaves_everything_alone_and_the_next_one_counts(lab, folder, stage, dtype):
+    config = zero_config("agentic", folder, stage, micro_batch=3, model_args={"dtype": dtype})
+    lab.execute_all_sync("start", "agentic", config)
     lab.train_step(make_batch("agentic", seed=1))
     before = lab.execute_all_sync("state")
     bad = make_batch("agentic", seed=2)
@@ -183,6 +187,62 @@ def test_a_checkpoint_opens_everywhere(lab, folder, tmp_path, stage):
         back.load(str(tmp_path / "hf"))
 
 
+def test_a_checkpoint_of_two_ranks_continues_on_three(lab, folder, tmp_path):
+    """Three parts of a weight are of unequal length, and ZeRO pads the last."""
+    options: dict[str, Any] = {"model_args": {"dtype": "bf16"}}
+    lab.execute_all_sync("start", "dpo", zero_config("dpo", folder, 3, **options))
+    train(lab, 0, 2)
+    lab.execute_all_sync("save", str(tmp_path / "checkpoint"), 1)
+    expected, _ = lab.execute_all_sync("state")
+    config = WorkerConfig(name="lab", world_size=3)
+    with Cluster("lab", Lab, ResourceManager(0, 1, backend="ray"), config) as three:
+        three.execute_all_sync("start", "dpo", zero_config("dpo", folder, 3, workers=3, **options))
+        three.execute_all_sync("load", str(tmp_path / "checkpoint"))
+        for state in three.execute_all_sync("state"):
+            for key in ("weights", "optimizer", "scheduler", "learning_rates"):
+                assert_same(state[key], expected[key], key)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lora_trains_as_with_hf_train_and_resumes(lab, folder, tmp_path, stage):
+    options: dict[str, Any] = {"model_args": {"lora_target": "all-linear", "lora_rank": 3}}
+    config = zero_config("dpo", folder, stage, **options)
+    lab.execute_all_sync("start", "dpo", config)
+    plain = local_worker("dpo", make_config("dpo", folder, training_args=TRAINING, **options))
+    for worker in (lab, plain):
+        train(worker, 0, 3)
+    merged, _ = lab.execute_all_sync("weights")
+    assert_close(merged, dict(plain.strategy.named_weights()), atol=1e-5)
+    lab.execute_all_sync("save", str(tmp_path / "checkpoint"), 2)
+    saved = lab.execute_all_sync("state")
+    lab.execute_all_sync("start", "dpo", config)
+    lab.execute_all_sync("load", str(tmp_path / "checkpoint"))
+    assert_same(lab.execute_all_sync("state"), saved)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_optimizer_state_in_host_memory(folder, stage):
+    """Alone in this process, where a skipped step must also leave the offloaded state alone."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    config = zero_config(
+        "agentic", folder, stage, workers=1, micro_batch=3, strategy_config={"zero_optimization": zero}
+    )
+    alone = Lab(WorkerConfig(name="lab"))
+    alone.start("agentic", config)
+    batch = make_batch("agentic")
+    gradients, _ = alone.gradients(batch)
+    assert relative_error(gradients, reference_gradients("agentic", folder, config, batch)) < 1e-5
+    alone.train_step(make_batch("agentic", seed=1))
+    before = alone.state()
+    bad = make_batch("agentic", seed=2)
+    bad.batch["advantages"][2:] = float("inf")
+    assert alone.train_step(bad).meta_info["metrics"]["actor_train/skipped_steps@max"] == [1.0]
+    for key in ("weights", "optimizer", "steps"):
+        assert_same(alone.state()[key], before[key], key)
+    alone.train_step(make_batch("agentic", seed=3))
+    assert all(torch.isfinite(weight).all() for weight in alone.weights().values())
+
+
 @pytest.mark.parametrize(("stage", "left"), [(None, 0), (3, 2), (2, 2)])
 def test_inference_scores_as_hf_infer(lab, folder, stage, left):
     zero = {} if stage is None else {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
@@ -232,6 +292,21 @@ def test_a_conflicting_key_is_named(folder):
         local_worker("dpo", config)
 
 
-def test_stage_0_trains_as_stage_1(folder):
-    worker = local_worker("dpo", zero_config("dpo", folder, 0, workers=1))
-    assert worker.strategy.engine.zero_optimization_stage() == 1
+@pytest.mark.parametrize(
+    ("stage", "dtype", "more", "runs_at"),
+    [(0, "fp32", {}, 1), (1, "bf16", {}, 2), (1, "bf16", {"data_types": {"grad_accum_dtype": "bf16"}}, 1)],
+)
+def test_low_stages_in_half_precision(folder, stage, dtype, more, runs_at):
+    strategy_config = {"zero_optimization": {"stage": stage}, **more}
+    options: dict[str, Any] = {"strategy_config": strategy_config, "model_args": {"dtype": dtype}}
+    worker = local_worker("dpo", zero_config("dpo", folder, stage, workers=1, **options))
+    assert worker.strategy.engine.zero_optimization_stage() == runs_at
+    before = {name: weight.clone() for name, weight in worker.strategy.named_weights()}
+    train(worker, 0, 2)  # the first has a learning rate of 0
+    assert any(not torch.equal(weight, before[name]) for name, weight in worker.strategy.named_weights())
+
+
+def test_without_the_package(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'roll-rl\[deepspeed\]'.*fsdp2_train"):
+        local_worker("dpo", zero_config("dpo", folder, None, workers=1))

@@ -1,8 +1,11 @@
 """One optimizer step has one gradient, however its rows are cut, padded, scored or spread over ranks."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from deepspeed_setup import Lab
 from tiny_models import make_model_folder
 from training_setup import PROBES, make_batch, make_config, pad_batch, reference_gradients, relative_error
 
@@ -24,12 +27,15 @@ def folders(tmp_path_factory) -> dict[tuple[str, bool], Path]:
     }
 
 
+def mode_options(mode):
+    if mode is None:
+        return {}
+    # The default, the width of the batch, is not a constant: padding changes it.
+    return {"loss_agg_mode": mode, "loss_norm_factor": 13.0 if mode == "seq-mean-token-sum-norm" else None}
+
+
 def check(pipeline, mode, folder, *, left=0, right=0, backend="auto", **options):
-    if mode is not None:
-        options["loss_agg_mode"] = mode
-        # The default, the width of the batch, is not a constant: padding changes it.
-        options["loss_norm_factor"] = 13.0 if mode == "seq-mean-token-sum-norm" else None
-    config = make_config(pipeline, folder, **options)
+    config = make_config(pipeline, folder, **options, **mode_options(mode))
     batch = make_batch(pipeline)
     expected = reference_gradients(pipeline, folder, config, batch)
     resources = ResourceManager(num_gpus_per_node=0, num_nodes=1, backend=backend)
@@ -85,10 +91,38 @@ def test_ranks(folders, strategy, pipeline, workers):
     check(pipeline, None, folders["qwen2", False], strategy=strategy, workers=workers, left=1, right=2, backend="ray")
 
 
+@pytest.fixture(scope="module")
+def labs() -> Iterator[dict[int, Cluster]]:
+    """Clusters of 1, 2 and 4 processes on Ray, each of which tries one configuration after the other."""
+    clusters: dict[int, Cluster] = {}
+    yield clusters
+    for cluster in clusters.values():
+        cluster.shutdown()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
 @pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("pipeline", "mode"), LOSSES)
-def test_whole_grid(folders, strategy, workers, model, pipeline, mode):
-    check(pipeline, mode, folders[model], strategy=strategy, workers=workers, micro_batch=2, right=3, backend="ray")
+def test_whole_grid(folders, labs, workers, strategy, model, pipeline, mode):
+    """Ranks, sharding, architectures, heads, losses and aggregation modes; the cutting alternates along the grid."""
+    if workers not in labs:
+        resources = ResourceManager(num_gpus_per_node=0, num_nodes=1, backend="ray")
+        labs[workers] = Cluster("lab", Lab, resources, SimpleNamespace(world_size=workers))
+    turn = LOSSES.index((pipeline, mode)) + MODELS.index(model)
+    options = {
+        "strategy": strategy,
+        "strategy_config": {"linear_logits": turn % 2 == 0},
+        "gradient_checkpointing": turn % 3 == 0,
+        "workers": workers,
+        "max_tokens": 28 if turn % 4 == 1 else None,
+        "micro_batch": 1 + turn % 2,
+        **mode_options(mode),
+    }
+    config = make_config(pipeline, folders[model], **options)
+    batch = make_batch(pipeline)
+    expected = reference_gradients(pipeline, folders[model], config, batch)
+    labs[workers].execute_all_sync("start", pipeline, config)
+    for gradients, _ in labs[workers].gradients(pad_batch(batch, left=turn % 3, right=2)):
+        assert relative_error(gradients, expected) < TOLERANCE
