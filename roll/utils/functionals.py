@@ -41,6 +41,7 @@ from roll.ops.log_probs import entropy_from_logits, log_probs_from_logits
 from roll.utils.balancing import batch_balance, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from roll.utils.columns import column, row_groups, with_columns
 from roll.utils.containers import divide_by_chunk_size, filter_func_args, traverse_obj, union_two_dict
+from roll.utils.generation import postprocess_generate
 from roll.utils.logging import get_logger
 from roll.utils.metrics.reduction import (
     aggregate_metrics,
@@ -98,6 +99,7 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "pad_to_length",
+    "postprocess_generate",
     "reduce_metrics",
     "reduce_metrics_list",
     "response_level_masked_whiten",

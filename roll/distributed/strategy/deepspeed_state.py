@@ -54,7 +54,9 @@ class ZeroState:
         for name, parameter in self.parameters.items():
             # Not DeepSpeed's safe_get_full_grad: a gradient that this rank has not shared yet comes first there.
             gradient: Any = (
-                self.zero.get_fp32_grad_for_param(parameter) if self.is_stage3 else _whole(parameter).get_full_hp_grad()
+                self.zero.get_fp32_grad_for_param(parameter)
+                if self.is_stage3
+                else _extended(parameter).get_full_hp_grad()
             )
             yield name, gradient / self.zero.loss_scale
 
@@ -66,6 +68,7 @@ class ZeroState:
         zero, update_scale = self.zero, self.zero._update_scale
 
         def overflow(has_overflow: bool = False) -> None:
+            zero.overflow = True
             update_scale(True)
 
         zero._update_scale = overflow
@@ -148,15 +151,15 @@ class ZeroState:
         state_key = None if key == MASTER else key
         if self.is_stage3:
             return self.zero.get_full_hp_param(parameter, state_key)
-        return _whole(parameter).get_full_hp_param(state_key)
+        return _extended(parameter).get_full_hp_param(state_key)
 
     def _set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         state_key = None if key == MASTER else key
         if not self.is_stage3:
-            _whole(parameter).set_full_hp_param(value, state_key)
+            _extended(parameter).set_full_hp_param(value, state_key)
             return
         # This rank's part; DeepSpeed's own method for whole values fails where the last part is padded.
-        length = _whole(parameter).ds_tensor.numel()
+        length = _extended(parameter).ds_tensor.numel()
         padded = torch.nn.functional.pad(value.flatten(), (0, length * self.ranks.size - value.numel()))
         self.zero.set_local_hp_param(padded.narrow(0, length * self.ranks.rank, length), parameter, state_key)
 
@@ -174,7 +177,7 @@ class ZeroState:
             yield bucket
 
 
-def _whole(parameter: nn.Parameter) -> Any:
+def _extended(parameter: nn.Parameter) -> Any:
     """The parameter with the methods that DeepSpeed has put on it."""
     return parameter
 

@@ -3,8 +3,9 @@
 `strategy_config` is DeepSpeed's own configuration (see deepspeed_config). Stage 1 shards the optimizer's state over the
 ranks, stage 2 (the default of training) gradients as well, stage 3 (the default of inference) also the weights.
 Stage 0 trains as stage 1, and both as stage 2 in a bf16 run: the same numbers in less memory (see training_stage).
-Inference below stage 3 shards nothing, so every rank is a replica and needs no engine. `linear_logits` is roll's own key, as in the other strategies; at stage 3
-weights leave a rank after each module's forward, so there the model builds its logits tensor.
+Inference below stage 3 shards nothing, so every rank is a replica and needs no engine. `linear_logits` is roll's own
+key, as in the other strategies; at stage 3 weights leave a rank after each module's forward, so there the model builds
+its logits tensor.
 
 How this fits the one gradient of `TrainStrategy`: DeepSpeed is told which micro-batch is the last of a step, divides
 by nothing but the number of ranks, and the loss is multiplied by that number. The norm is read before DeepSpeed's own
@@ -28,11 +29,12 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, training_stage, zero_stage
 from roll.distributed.strategy.deepspeed_state import ZeroState
 from roll.distributed.strategy.micro_batches import Rows, split_to
@@ -42,6 +44,9 @@ from roll.distributed.strategy.train_strategy import TrainStrategy
 from roll.exceptions import ConfigError, MissingDependencyError
 from roll.models.hf_checkpoint import load_hf_weights, read_hf_weights
 from roll.models.lora import is_lora_model
+
+if TYPE_CHECKING:
+    from roll.distributed.executor.worker import Worker
 
 LINEAR_LOGITS = "linear_logits"
 
@@ -54,41 +59,39 @@ class DeepSpeedStrategy(InferenceStrategy):
 
     default_stage: ClassVar[int]
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self.engine: Any = None
-        self.deepspeed: Any = None
-        if worker.device_index is None:
-            # Before anything, such as transformers, has made DeepSpeed look for an accelerator.
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self.deepspeed = import_deepspeed(on_cpu=worker.device_index is None)
         self.stage = zero_stage(self.strategy_config, self.worker_config.name, self.default_stage)
         if self.stage == 3:
             self._switch_linear_logits_off()
 
-    def start_engine(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Meet the other ranks and hand the model, and what trains it, to DeepSpeed."""
-        self.deepspeed = import_deepspeed(self.device)
-        on_gpu = self.device.type == "cuda"
-        self.worker.init_process_group()
-        self.ranks = Ranks.of_default_group(self.device)
-        # The one variable that DeepSpeed insists on once torch.distributed is up: the device within this process.
-        os.environ["LOCAL_RANK"] = str(self.device.index or 0)
-        self.deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
+    def engine_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration, checked against the run's."""
         args = self.worker_config.training_args
         run = RunSettings(
             role=self.worker_config.name,
             dtype=self.worker_config.model_args.dtype,
-            world_size=self.ranks.size,
+            world_size=self.worker.world_size,
             micro_batch_size=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
-            max_grad_norm=getattr(self.worker.pipeline_config, "max_grad_norm", 1.0),
+            max_grad_norm=self.worker.pipeline_config.max_grad_norm,
         )
-        config = complete_config(self.strategy_config, run, self.stage)
+        return complete_config(self.strategy_config, run, self.stage)
+
+    def start_engine(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Meet the other ranks and hand the model, and what trains it, to DeepSpeed."""
+        self.worker.init_process_group()
+        self.ranks = Ranks.of_default_group(self.device)
+        # The one variable that DeepSpeed insists on once torch.distributed is up: the device within this process.
+        os.environ["LOCAL_RANK"] = str(self.device.index or 0)
+        self.deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo", verbose=False)
         self.engine, *_ = self.deepspeed.initialize(
             model=self.model, optimizer=optimizer, config=config, dist_init_required=False
         )
 
-    def forward_model(self, data: Any) -> ModelOutput:
+    def forward_model(self, data: DataProto) -> ModelOutput:
         if self.engine is None:
             return super().forward_model(data)
         return self.engine(**self._model_inputs(data), use_cache=False).logits
@@ -136,10 +139,34 @@ class DeepSpeedStrategy(InferenceStrategy):
 
     def _writable(self, parameters: list[nn.Parameter]) -> Any:
         """Inside, the parameters are whole; at stage 3 what rank 0 then holds is what all ranks get."""
-        if self.deepspeed is None:
-            return torch.no_grad()
         is_elsewhere = not self.holds_whole_model
         return self.deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=is_elsewhere)
+
+    # -- moving --------------------------------------------------------------------------------------------------------
+
+    def load_states(self, include: Any = None, non_blocking: bool = False) -> None:
+        if self.engine is None:
+            super().load_states(include, non_blocking)
+        elif self._can_move:
+            self.engine.reload_states(non_blocking=non_blocking)
+
+    def offload_states(self, include: Any = None, non_blocking: bool = False) -> None:
+        """Everything at once, where an engine can: in training at stage 3. Other engines keep what they have."""
+        if self.engine is None:
+            super().offload_states(include, non_blocking)
+        elif self._can_move:
+            self.engine.offload_states(non_blocking=non_blocking)
+            torch.cuda.empty_cache()
+        elif self.device.type != "cpu":
+            self.worker.logger.warning(
+                f"{self.strategy_name} at ZeRO stage {self.stage} keeps its states on the device; deepspeed_train can "
+                "move them at stage 3, and hf_infer always"
+            )
+
+    @property
+    def _can_move(self) -> bool:
+        has_offload = "offload_param" in self.strategy_config.get("zero_optimization", {})
+        return self.device.type != "cpu" and self.is_trainable and self.stage == 3 and not has_offload
 
     def _switch_linear_logits_off(self) -> None:
         if self.strategy_config.get(LINEAR_LOGITS, False):
@@ -157,12 +184,12 @@ class DeepSpeedInferStrategy(DeepSpeedStrategy):
     default_stage = 3
 
     def initialize(self, model_provider: ModelProvider) -> None:
+        config = self.engine_config()
         self.build_model(model_provider)
         self.model.requires_grad_(False)
         if self.stage == 3:
-            self.start_engine()
+            self.start_engine(config)
         else:
-            import_deepspeed(self.device)
             self.model.to(self.device)
 
 
@@ -177,15 +204,14 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
     _clip_factor = 1.0
 
     def initialize(self, model_provider: ModelProvider) -> None:
-        asked, self.stage = (
-            self.stage,
-            training_stage(self.strategy_config, self.stage, self.worker_config.model_args.dtype),
-        )
-        if asked != self.stage:
-            self.worker.logger.warning(f"ZeRO stage {asked} runs as stage {self.stage}: the same numbers, less memory")
+        stage = training_stage(self.strategy_config, self.stage, self.worker_config.model_args.dtype)
+        if stage != self.stage:
+            self.worker.logger.warning(f"ZeRO stage {self.stage} runs as stage {stage}: the same numbers, less memory")
+            self.stage = stage
+        config = self.engine_config()
         self.build_model(model_provider)
         self.make_optimizer()
-        self.start_engine(self.optimizer)
+        self.start_engine(config, self.optimizer)
         self.zero = ZeroState(self.engine, self.optimizer, self.model, self.ranks)
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -218,7 +244,7 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
         """As DeepSpeed applies them, after clipping; a parameter that took no part has zeros."""
         return {name: (value * self._clip_factor).cpu() for name, value in self.zero.gradients()}
 
-    # -- checkpoints and moving ----------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def load_weights(self, folder: Path) -> None:
         if self.holds_whole_model:
@@ -251,30 +277,16 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
             group["lr"] = learning_rate
         return global_step
 
-    def load_states(self, include: Any = None, non_blocking: bool = False) -> None:
-        if self._can_move:
-            self.engine.reload_states(non_blocking=non_blocking)
 
-    def offload_states(self, include: Any = None, non_blocking: bool = False) -> None:
-        """Everything at once, at stage 3; DeepSpeed cannot move the flat buffers of stages 1 and 2, which stay."""
-        if self._can_move:
-            self.engine.offload_states(non_blocking=non_blocking)
-            torch.cuda.empty_cache()
-        elif self.device.type != "cpu":
-            self.worker.logger.warning(f"ZeRO stage {self.stage} keeps its states on the device; stage 3 can move them")
-
-    @property
-    def _can_move(self) -> bool:
-        zero = self.strategy_config.get("zero_optimization", {})
-        return self.device.type != "cpu" and self.stage == 3 and "offload_param" not in zero
-
-
-def import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed(*, on_cpu: bool) -> Any:
     """The package, prepared for the device, without compiling anything on a CPU.
 
     On a CPU the first start would otherwise compile shared-memory collectives for minutes, and one that is killed
     meanwhile leaves a lock behind on which all later starts wait. Only inference kernels use them.
     """
+    if on_cpu:
+        # Before anything, such as transformers, has made DeepSpeed look for an accelerator.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         # By name: type checkers need not have the package.
         deepspeed = importlib.import_module("deepspeed")
@@ -286,6 +298,6 @@ def import_deepspeed(device: torch.device) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # It calls collectives by names that torch has since renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
-    if device.type == "cpu":
+    if on_cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
