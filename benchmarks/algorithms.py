@@ -69,7 +69,7 @@ def loop_returns(p: Problem) -> Tensor:
     return torch.stack(columns[::-1], dim=1)
 
 
-def loop_gae(p: Problem) -> Tensor:
+def loop_gae(p: Problem) -> tuple[Tensor, Tensor]:
     advantage = next_value = torch.zeros(len(p.rewards), dtype=p.rewards.dtype)
     columns = []
     for t in reversed(range(p.rewards.shape[1])):
@@ -78,7 +78,8 @@ def loop_gae(p: Problem) -> Tensor:
         advantage = torch.where(valid, delta + GAMMA * LAM * advantage, advantage)
         next_value = torch.where(valid, value, next_value)
         columns.append(torch.where(valid, advantage, 0.0))
-    return torch.stack(columns[::-1], dim=1)
+    advantages = torch.stack(columns[::-1], dim=1)
+    return advantages, torch.where(p.mask, advantages + p.values, 0.0)
 
 
 def runs_of(mask_row: Tensor) -> list[list[int]]:
@@ -104,7 +105,7 @@ def loop_turn_returns(p: Problem) -> Tensor:
     return out
 
 
-LOOPS: dict[str, Callable[[Problem], Tensor]] = {
+LOOPS: dict[str, Callable[[Problem], Tensor | tuple[Tensor, Tensor]]] = {
     "discounted returns": loop_returns,
     "gae": loop_gae,
     "turn returns": loop_turn_returns,
@@ -112,13 +113,13 @@ LOOPS: dict[str, Callable[[Problem], Tensor]] = {
 }
 
 
-def ours() -> dict[str, Callable[[Problem], Tensor]]:
+def ours() -> dict[str, Callable[[Problem], Tensor | tuple[Tensor, Tensor]]]:
     from roll.algorithms.masking import segment_masked_mean
     from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 
     return {
         "discounted returns": lambda p: discounted_returns(p.rewards, p.mask, GAMMA),
-        "gae": lambda p: gae(p.rewards, p.values, p.mask, GAMMA, LAM)[0],
+        "gae": lambda p: gae(p.rewards, p.values, p.mask, GAMMA, LAM),
         "turn returns": lambda p: turn_discounted_returns(p.rewards, p.mask, GAMMA),
         "segment mean": lambda p: segment_masked_mean(p.rewards, p.mask),
     }
@@ -171,7 +172,11 @@ def median_ratio(numerators: list[float], denominators: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> float:
+    """The largest one, over all results of a function."""
+    if isinstance(actual, tuple):
+        return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
+    assert isinstance(expected, Tensor)
     return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
 
 

@@ -71,7 +71,7 @@ def answer_log_probs(model: Qwen2ForCausalLM, ids_BS: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(model: Qwen2ForCausalLM, prompts_P: Tensor, group: int, greedy: bool = False) -> tuple[Tensor, Tensor]:
-    """`group` answers to each prompt. Returns token ids (P*group, S) and log-probs of the sampled tokens (P*group, ANSWER).
+    """`group` answers to each prompt: token ids (P*group, S), and log-probs of the sampled tokens (P*group, ANSWER).
 
     The prompt is computed once and its cache repeated for the samples of its group.
     """
@@ -187,7 +187,8 @@ def main() -> None:
 
     print(f"GRPO: {PROMPTS} prompts x {GROUP} samples a step, reward 1 for the exact answer, else 0.")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1.0) * max(1 - step / 60, 0.1))
+    warm_up_then_decay = lambda step: min((step + 1) / 5, 1.0) * max(1 - step / 60, 0.1)  # noqa: E731
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_decay)
     for step in range(1, args.steps + 1):
         prompts_P = with_question(strings[torch.randint(len(strings), (PROMPTS,))])
         metrics = grpo_step(model, optimizer, schedule, prompts_P, args.shuffle_rewards)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, make_model_folder
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
@@ -20,6 +20,10 @@ from roll.pipeline.dpo.actor_worker import ActorWorker as DPOActorWorker
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.rlvr.actor_worker import ActorWorker as RLVRActorWorker
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSSES = [("dpo", None), *((pipeline, mode) for pipeline in ("agentic", "rlvr") for mode in MODES)]
+MODELS = [("qwen2", True), ("qwen2", False), ("llama", True), ("llama", False)]
 
 ROWS = 8
 WIDTH = 14
@@ -129,6 +133,19 @@ def make_config(
     return AgenticConfig(
         train_env_manager={"num_env_groups": 24, "num_groups_partition": [24]}, val_batch_size=-1, **common
     )
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """The options that choose an aggregation mode; DPO has none."""
+    if mode is None:
+        return {}
+    # The default, the width of the batch, is not a constant: padding changes it.
+    return {"loss_agg_mode": mode, "loss_norm_factor": 13.0 if mode == "seq-mean-token-sum-norm" else None}
+
+
+def make_model_folders(root: Path) -> dict[tuple[str, bool], Path]:
+    """One folder for each of MODELS."""
+    return {(family, tied): make_model_folder(root / f"{family}-{tied}", family, tied=tied) for family, tied in MODELS}
 
 
 class _Probe:

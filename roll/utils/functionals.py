@@ -389,7 +389,7 @@ def compute_advantage(
     replaces `token_level_rewards` by what was used (0 where masked, whitened if asked for) and `values` by 0 where
     masked. With `advantage_clip`, `meta_info["metrics"]` gains `critic/advantage_clip_frac`.
     """
-    mask_BT = column(data, "response_mask")[:, 1:] if response_mask is None else response_mask
+    mask_BT = (column(data, "response_mask")[:, 1:] if response_mask is None else response_mask).bool()
     rewards_BT = column(data, "token_level_rewards")
     check_finite(rewards_BT, mask_BT, "token_level_rewards")
     values_BT = None
@@ -398,7 +398,7 @@ def compute_advantage(
         values_BT = column(data, "values", f"adv_estimator {adv_estimator!r}")
         check_finite(values_BT, mask_BT, "values")
         columns["values"] = select(values_BT, mask_BT)
-    if (whiten_rewards or whiten_advantages) and int(mask_BT.bool().sum()) < 2:
+    if (whiten_rewards or whiten_advantages) and int(mask_BT.sum()) < 2:
         logger.warning("whitening is skipped: the batch has fewer than two response tokens")
     result = compute_advantages(
         rewards=rewards_BT,

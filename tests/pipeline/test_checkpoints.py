@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab_worker import assert_same
 from tiny_models import make_model_folder
 from training_setup import PROBES, make_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,22 +62,6 @@ def run_training(out: Path, **options) -> dict:
     code = SCRIPT.format(**{**defaults, "out": str(out), **options})
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
     return torch.load(out, weights_only=True)
-
-
-def assert_same(one, other, path="") -> None:
-    """Bit for bit, through nested lists and dicts."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), path
-        for key in one:
-            assert_same(one[key], other[key], f"{path}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), path
-        for index, (left, right) in enumerate(zip(one, other, strict=True)):
-            assert_same(left, right, f"{path}[{index}]")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), path
-    else:
-        assert one == other, path
 
 
 @pytest.mark.parametrize(

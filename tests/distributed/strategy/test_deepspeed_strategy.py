@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_setup import Lab, assert_same
+from lab_worker import Lab, assert_same
 from tiny_models import make_model_folder
-from training_setup import PROBES, make_batch, make_config, pad_batch, reference_gradients, relative_error
+from training_setup import (
+    LOSSES,
+    MODELS,
+    PROBES,
+    make_batch,
+    make_config,
+    make_model_folders,
+    mode_options,
+    pad_batch,
+    reference_gradients,
+    relative_error,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.configs.worker_config import WorkerConfig
@@ -103,6 +114,23 @@ def test_one_gradient_and_the_update_of_hf_train(lab, folder, pipeline, stage, o
     expected_weights = dict(plain.strategy.named_weights())
     for weights in lab.execute_all_sync("weights"):
         assert_close(weights, expected_weights, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[tuple[str, bool], Path]:
+    return make_model_folders(tmp_path_factory.mktemp("all-models"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("pipeline", "mode"), LOSSES)
+def test_one_gradient_for_every_loss_and_head(lab, folders, stage, model, pipeline, mode):
+    config = zero_config(pipeline, folders[model], stage, micro_batch=3, **mode_options(mode))
+    batch = make_batch(pipeline)
+    expected = reference_gradients(pipeline, folders[model], config, batch)
+    lab.execute_all_sync("start", pipeline, config)
+    for gradients, _ in lab.gradients(pad_batch(batch, left=1, right=2)):
+        assert relative_error(gradients, expected) < 1e-5
 
 
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float) -> None:

@@ -5,33 +5,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from deepspeed_setup import Lab
-from tiny_models import make_model_folder
-from training_setup import PROBES, make_batch, make_config, pad_batch, reference_gradients, relative_error
+from lab_worker import Lab
+from training_setup import (
+    LOSSES,
+    MODELS,
+    PROBES,
+    make_batch,
+    make_config,
+    make_model_folders,
+    mode_options,
+    pad_batch,
+    reference_gradients,
+    relative_error,
+)
 
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSSES = [("dpo", None), *((pipeline, mode) for pipeline in ("agentic", "rlvr") for mode in MODES)]
-MODELS = [("qwen2", True), ("qwen2", False), ("llama", True), ("llama", False)]
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[tuple[str, bool], Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        (family, tied): make_model_folder(root / f"{family}-{tied}", family=family, tied=tied)
-        for family, tied in MODELS
-    }
-
-
-def mode_options(mode):
-    if mode is None:
-        return {}
-    # The default, the width of the batch, is not a constant: padding changes it.
-    return {"loss_agg_mode": mode, "loss_norm_factor": 13.0 if mode == "seq-mean-token-sum-norm" else None}
+    return make_model_folders(tmp_path_factory.mktemp("models"))
 
 
 def check(pipeline, mode, folder, *, left=0, right=0, backend="auto", **options):
