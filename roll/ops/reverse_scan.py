@@ -8,8 +8,8 @@ from torch import Tensor
 
 from roll.ops.segments import Runs, map_valid_tokens, row_chunks
 
-# Powers of the decay inside one block stay within this factor, far from the limits of float64.
-MAX_SCALE = 1e100
+# Powers of the decay inside one block stay within this factor: times any float32, and summed up, it fits float64.
+MAX_SCALE = 1e250
 
 
 def reverse_scan(x_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
@@ -43,7 +43,7 @@ class DiscountedCumsum:
     """y[:, t] = x[:, t] + decay * y[:, t - 1], from left to right, on float64 tensors of up to `max_width` columns.
 
     y[t] / decay^t is a cumulative sum of x[t] / decay^t. Both are taken in blocks, because decay^t would underflow; a
-    block then needs the last value of the block before it, and anything older has decayed below 1e-60.
+    block then needs the last value of the block before it, and anything older has decayed below 1e-150.
     """
 
     def __init__(self, decay: float, max_width: int, device: torch.device) -> None:

@@ -6,10 +6,8 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from roll.distributed.executor.worker import Worker
@@ -17,9 +15,9 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.factory import create_strategy
 from roll.distributed.strategy.train_strategy import PLACEHOLDER, TrainStrategy
-from roll.distributed.strategy.weight_sync import SyncPlan, TensorSpec, WeightChannel
+from roll.distributed.strategy.weight_sync import TensorSpec
 from roll.models.model_providers import default_actor_model_provider
-from roll.pipeline.mini_batches import local_rows_of_steps
+from roll.pipeline.mini_batches import ROW_NUMBER, local_rows_of_steps
 from roll.utils.checkpoint_manager import find_checkpoint, role_folder
 from roll.utils.metrics.reduction import flatten_sum
 
@@ -28,9 +26,6 @@ class ModelWorker(Worker):
     """A worker whose strategy holds a model."""
 
     model_provider: ClassVar[Callable[..., nn.Module]] = staticmethod(default_actor_model_provider)
-
-    _weight_channel: WeightChannel | None = None
-    _sync_plan: SyncPlan
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self, pipeline_config: Any) -> None:
@@ -64,10 +59,10 @@ class ModelWorker(Worker):
     def optimizer_steps(self, data: DataProto, *, epochs: int, unit: int = 1) -> Iterator[DataProto]:
         """This rank's rows of each optimizer step, `epochs` times over the rows of all ranks (see mini_batches)."""
         counts = [int(count) for count in self.strategy.ranks.gather(len(data))]
-        rank = self.strategy.ranks.rank
+        first = sum(counts[: self.strategy.ranks.rank])
+        numbers = data[ROW_NUMBER].tolist() if ROW_NUMBER in data else list(range(first, first + len(data)))
         steps = local_rows_of_steps(
-            num_local=len(data),
-            offset=sum(counts[:rank]),
+            numbers,
             num_global=sum(counts),
             rows_per_step=self.worker_config.rows_per_optimizer_step * unit * len(counts),
             epochs=epochs,
@@ -91,11 +86,8 @@ class ModelWorker(Worker):
     # -- weights of another role -------------------------------------------------------------------------------------
 
     def weight_specs(self) -> list[TensorSpec]:
-        """Names, shapes and dtypes of the weights that this role can send."""
+        """Names, shapes and dtypes of the weights that this role can send. All ranks call it."""
         return [TensorSpec(name, tuple(w.shape), w.dtype) for name, w in self.strategy.named_weights()]
-
-    def weight_dtypes(self) -> dict[str, torch.dtype]:
-        return {spec.name: spec.dtype for spec in self.weight_specs()}
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, int]:
         return self.strategy.weight_checksums(names)
@@ -111,30 +103,11 @@ class ModelWorker(Worker):
             probe.bind(("", 0))
             return host, probe.getsockname()[1]
 
-    def open_weight_channel(
-        self, *, host: str, port: int, size: int, timeout: timedelta, plan: SyncPlan, first_rank: int
-    ) -> None:
-        """Join the group that weights travel in. Of a source role only rank 0 does: `first_rank` is 0 there."""
-        self._sync_plan = plan
-        is_source = first_rank == 0
-        if is_source and self.rank > 0:
-            return
-        self._weight_channel = WeightChannel(
-            host=host, port=port, rank=first_rank + self.rank, size=size, device=self.strategy.device, timeout=timeout
-        )
+    def setup_model_update(self, *, first_rank: int, **channel: Any) -> None:
+        """Join the channel that weights travel in: rank 0 of the source (`first_rank` 0), all ranks of the target."""
+        is_bystander = first_rank == 0 and self.rank > 0
+        self.strategy.setup_model_update(rank=None if is_bystander else first_rank + self.rank, **channel)
 
-    def send_weights(self) -> dict[str, int]:
-        """Broadcast all weights; every rank of a sharded model takes part. Returns checksums (rank 0)."""
-        weights = self.strategy.named_weights()
-        if self._weight_channel is not None:
-            return self._weight_channel.send(self._sync_plan, weights)
-        for _ in weights:
-            pass
-        return {}
-
-    def receive_weights(self) -> dict[str, int]:
-        """Write the weights that arrive into the model. Returns checksums of what the model then holds."""
-        assert self._weight_channel is not None, "open_weight_channel comes first"
-        for bucket in self._weight_channel.receive(self._sync_plan):
-            self.strategy.update_weights(bucket)
-        return self.strategy.weight_checksums(self._sync_plan.sampled_names)
+    def start_model_update(self) -> dict[str, int]:
+        """Send or receive the weights. Returns checksums of a sample of them; those of rank 0 count for a source."""
+        return self.strategy.model_update()

@@ -6,13 +6,22 @@
 Each folder appears whole or not at all, and the pipeline's comes last: a checkpoint that has it is complete.
 """
 
+import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from roll.exceptions import ConfigError
+import torch
+
+from roll.distributed.strategy.checkpoint import random_states, restore_random_states
+from roll.exceptions import ConfigError, DataError
+from roll.models.hf_checkpoint import atomic_folder
 
 PIPELINE = "pipeline"
+STATE_FILE = "state.json"
+RANDOM_FILE = "random.pt"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -53,6 +62,34 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: bool | str) 
         hint = f"complete ones nearby: {', '.join(nearby)}" if nearby else "no complete checkpoint is nearby"
         raise ConfigError(f"resume_from_checkpoint: {folder} is not a complete checkpoint of a run; {hint}")
     return folder
+
+
+def save_pipeline_state(
+    output_dir: str | Path, global_step: int, states: Mapping[str, Mapping[str, Any]], *, max_ckpt_to_keep: int = 0
+) -> Path:
+    """Complete a checkpoint, after its roles have saved theirs, and delete the oldest beyond `max_ckpt_to_keep`.
+
+    `states` are the state dicts of what the pipeline itself carries from step to step, by name: the position in the
+    data, KL controllers, running moments. They are plain values: JSON keeps Python's floats exactly.
+    """
+    folder = role_folder(output_dir, global_step, PIPELINE)
+    with atomic_folder(folder, replace=True) as temporary:
+        text = json.dumps({"global_step": global_step, "states": states}, indent=2)
+        (temporary / STATE_FILE).write_text(text + "\n")
+        torch.save(random_states(), temporary / RANDOM_FILE)
+    prune_checkpoints(output_dir, max_ckpt_to_keep)
+    return folder
+
+
+def load_pipeline_state(checkpoint: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """(global step, states) of a complete checkpoint; also restores this process's random states."""
+    file = checkpoint / PIPELINE / STATE_FILE
+    try:
+        saved = json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); use an earlier checkpoint") from None
+    restore_random_states(torch.load(checkpoint / PIPELINE / RANDOM_FILE, weights_only=True))
+    return saved["global_step"], saved["states"]
 
 
 def prune_checkpoints(output_dir: str | Path, max_ckpt_to_keep: int) -> list[Path]:

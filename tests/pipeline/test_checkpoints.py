@@ -14,6 +14,8 @@ from tiny_models import make_model_folder
 from training_setup import PROBES, make_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from roll.algorithms.rewards import RunningMoments
+from roll.datasets.sampler import EpochSampler
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.exceptions import ConfigError, DataError
@@ -22,8 +24,11 @@ from roll.utils.checkpoint_manager import (
     complete_checkpoints,
     find_checkpoint,
     get_latest_ckpt,
+    load_pipeline_state,
     prune_checkpoints,
+    save_pipeline_state,
 )
+from roll.utils.kl_controller import AdaptiveKLController
 
 TRAINING = {"learning_rate": 1e-2, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
 
@@ -178,3 +183,37 @@ def test_which_checkpoints_count_and_which_are_kept(tmp_path):
     assert prune_checkpoints(tmp_path, 1) == [checkpoint_folder(tmp_path, 2)]
     assert not checkpoint_folder(tmp_path, 2).exists()
     assert checkpoint_folder(tmp_path, 30).exists()
+
+
+def test_what_the_pipeline_carries_continues_exactly(tmp_path):
+    sampler = EpochSampler(10, 4, seed=3)
+    controller, moments = AdaptiveKLController(0.1, 0.05, 100), RunningMoments()
+    sampler.next_batch()
+    controller.update(current=0.123456789, n_steps=7)
+    moments.update(torch.tensor([0.1, 0.7, 1 / 3]))
+    torch.manual_seed(11)
+    for step in (1, 2):
+        states = {"data": sampler.state_dict(), "kl": controller.state_dict(), "moments": moments.state_dict()}
+        save_pipeline_state(tmp_path, step, states, max_ckpt_to_keep=1)
+    drawn = torch.rand(3)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2"]
+
+    step, states = load_pipeline_state(checkpoint_folder(tmp_path, 2))
+    other_sampler = EpochSampler(10, 4, seed=3)
+    other_controller, other_moments = AdaptiveKLController(0.1, 0.05, 100), RunningMoments()
+    other_sampler.load_state_dict(states["data"])
+    other_controller.load_state_dict(states["kl"])
+    other_moments.load_state_dict(states["moments"])
+    assert step == 2
+    assert torch.equal(torch.rand(3), drawn)
+    assert list(other_sampler.next_batch()) == list(sampler.next_batch())
+    assert other_controller.value == controller.value
+    assert other_moments == moments
+
+
+def test_a_damaged_pipeline_state_is_explained(tmp_path):
+    save_pipeline_state(tmp_path, 1, {})
+    folder = checkpoint_folder(tmp_path, 1)
+    (folder / "pipeline" / "state.json").write_text("{")
+    with pytest.raises(DataError, match=r"state\.json: cannot be read .* use an earlier checkpoint"):
+        load_pipeline_state(folder)

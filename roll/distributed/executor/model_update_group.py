@@ -36,7 +36,7 @@ class ModelUpdateGroup:
         self.is_shared = self._share_storage()
         specs: list[TensorSpec] = src_cluster.execute_all_sync("weight_specs")[0]
         if not self.is_shared:
-            dtypes = tgt_cluster.execute_all_sync("weight_dtypes")[0]
+            dtypes = {spec.name: spec.dtype for spec in tgt_cluster.execute_all_sync("weight_specs")[0]}
             specs = [TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype)) for spec in specs]
         self.plan = plan_sync(specs, bucket_megabytes * 2**20)
         if not self.is_shared:
@@ -51,10 +51,10 @@ class ModelUpdateGroup:
             sent = self.src_cluster.execute_rank_zero_sync("weight_checksums", self.plan.sampled_names)
             received = [self.tgt_cluster.execute_rank_zero_sync("weight_checksums", self.plan.sampled_names)]
         else:
-            targets = self.tgt_cluster.execute_all_async("receive_weights")
-            sources = self.src_cluster.execute_all_async("send_weights")
-            sent = self.src_cluster.gather(sources, "send_weights")[0]
-            received = self.tgt_cluster.gather(targets, "receive_weights")
+            targets = self.tgt_cluster.execute_all_async("start_model_update")
+            sources = self.src_cluster.execute_all_async("start_model_update")
+            sent = self.src_cluster.gather(sources, "start_model_update")[0]
+            received = self.tgt_cluster.gather(targets, "start_model_update")
         compare_checksums(sent, received)
         self.tgt_cluster.process_weights_after_loading()
         return {
@@ -75,7 +75,7 @@ class ModelUpdateGroup:
         size = 1 + self.tgt_cluster.world_size
         address = {"host": host, "port": port, "size": size, "timeout": timeout, "plan": self.plan}
         # Both sides wait for each other, so both must be under way before either is waited for.
-        targets = self.tgt_cluster.execute_all_async("open_weight_channel", first_rank=1, **address)
-        sources = self.src_cluster.execute_all_async("open_weight_channel", first_rank=0, **address)
-        self.src_cluster.gather(sources, "open_weight_channel")
-        self.tgt_cluster.gather(targets, "open_weight_channel")
+        targets = self.tgt_cluster.execute_all_async("setup_model_update", first_rank=1, **address)
+        sources = self.src_cluster.execute_all_async("setup_model_update", first_rank=0, **address)
+        self.src_cluster.gather(sources, "setup_model_update")
+        self.tgt_cluster.gather(targets, "setup_model_update")

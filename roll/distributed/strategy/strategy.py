@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from roll.distributed.strategy.micro_batches import (
     row_windows,
 )
 from roll.distributed.strategy.ranks import Ranks
-from roll.distributed.strategy.weight_sync import checksum
+from roll.distributed.strategy.weight_sync import SyncPlan, WeightChannel, checksum
 from roll.models.linear_head import use_linear_logits
 from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
 from roll.models.model_providers import default_tokenizer_provider
@@ -64,6 +65,8 @@ class InferenceStrategy(ABC):
         self.tokenizer: Any = None
         self.device = torch.device("cpu")
         self.ranks = Ranks.alone(self.device)
+        self.weight_channel: WeightChannel | None = None
+        self.sync_plan = SyncPlan(())
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -218,6 +221,30 @@ class InferenceStrategy(ABC):
     def holds_whole_model(self) -> bool:
         """Whether `model`'s parameters are the whole weights, not shards or placeholders of them."""
         return not isinstance(next(self.model.parameters()), DTensor)
+
+    def setup_model_update(
+        self, *, rank: int | None, host: str, port: int, size: int, timeout: timedelta, plan: SyncPlan
+    ) -> None:
+        """Join the channel that weights travel in: rank 0 sends, the others receive, None only helps to gather."""
+        self.sync_plan = plan
+        if rank is not None:
+            self.weight_channel = WeightChannel(
+                host=host, port=port, rank=rank, size=size, device=self.device, timeout=timeout
+            )
+
+    def model_update(self) -> dict[str, int]:
+        """Send or receive all weights, according to the role in the channel. Returns checksums of the sample."""
+        channel = self.weight_channel
+        if channel is not None and channel.rank > 0:
+            for bucket in channel.receive(self.sync_plan):
+                self.update_weights(bucket)
+            return self.weight_checksums(self.sync_plan.sampled_names)
+        weights = self.named_weights()
+        if channel is not None:
+            return channel.send(self.sync_plan, weights)
+        for _ in weights:  # gathering a sharded tensor takes all ranks
+            pass
+        return {}
 
     def share_model(self, source: InferenceStrategy) -> bool:
         """Use the model of another strategy of this process, which then is one and the same; False if it cannot be.

@@ -1,7 +1,6 @@
 """Optimizer steps: against a plain loop, with numbers that are not finite, and on rows chosen over all ranks."""
 
 import math
-from itertools import chain
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.distributed.strategy.train_strategy import NonFiniteStepError
 from roll.exceptions import WorkerError
-from roll.pipeline.mini_batches import local_rows_of_steps
 
 LORA = {"lora_target": "q_proj,v_proj", "lora_rank": 4}
 
@@ -150,33 +148,6 @@ def test_the_seeds_call_gives_one_batch_in_input_order(folder):
     assert log_probs.shape == (len(batch), batch.batch["input_ids"].shape[1] - 1)
     alone = [reference_cluster.compute_log_probs(batch[i]).batch["log_probs"] for i in range(len(batch))]
     torch.testing.assert_close(log_probs, torch.cat(alone), rtol=1e-5, atol=1e-6)
-
-
-def test_steps_do_not_depend_on_the_number_of_ranks():
-    def steps(counts):
-        offsets = [sum(counts[:rank]) for rank in range(len(counts))]
-        per_rank = [
-            list(
-                local_rows_of_steps(
-                    num_local=count, offset=offset, num_global=12, rows_per_step=4, epochs=2, seed=5, unit=2
-                )
-            )
-            for count, offset in zip(counts, offsets, strict=True)
-        ]
-        return [
-            sorted(row + offset for rows, offset in zip(step, offsets, strict=True) for row in rows)
-            for step in zip(*per_rank, strict=True)
-        ]
-
-    assert steps([12]) == steps([6, 6]) == steps([2, 8, 2])
-    assert len(steps([12])) == 6
-    assert sorted(chain.from_iterable(steps([12])[:3])) == list(range(12))
-    assert steps([12])[:3] != steps([12])[3:]
-
-
-def test_pairs_that_are_cut_apart_are_refused():
-    with pytest.raises(ValueError, match="num_local=3 is not a multiple of 2"):
-        list(local_rows_of_steps(num_local=3, offset=0, num_global=6, rows_per_step=2, epochs=1, seed=0, unit=2))
 
 
 def test_an_empty_batch_is_refused(folder):
