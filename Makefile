@@ -8,7 +8,7 @@ CORE := $(VENV)/.core-$(PINS)
 DEV := $(VENV)/.dev-$(PINS)
 DEEPSPEED := $(VENV)/.deepspeed-$(PINS)
 
-.PHONY: help install install-dev demo test test-unit test-ray test-slow test-deepspeed lint format bench clean
+.PHONY: help install install-dev demo test test-unit test-ray test-slow test-gpu test-deepspeed lint format bench clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,13 +37,16 @@ demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute
 test: test-unit test-ray  ## all tests of the README's promise
 
 test-unit: $(DEV)  ## everything that needs no Ray
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not ray and not slow and not deepspeed'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not ray and not slow and not deepspeed and not gpu'
 
 test-ray: $(DEV)  ## the same clusters on a real Ray
 	$(BIN)/python -m pytest -m 'ray and not slow and not deepspeed'
 
 test-slow: $(DEV)  ## the long grids
 	$(BIN)/python -m pytest -m 'slow and not deepspeed'
+
+test-gpu: $(DEV)  ## on one NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu
 
 test-deepspeed: $(DEEPSPEED)  ## ZeRO 1 to 3 on this machine's CPU
 	$(BIN)/python -m pytest -m deepspeed

@@ -36,6 +36,7 @@ from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged
 from roll.models.model_providers import default_tokenizer_provider
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
+from roll.utils.offload_states import OffloadStateType, includes
 from roll.utils.seeding import seed_everything
 
 if TYPE_CHECKING:
@@ -176,13 +177,14 @@ class InferenceStrategy(ABC):
 
     # -- moving and saving -------------------------------------------------------------------------------------------
 
-    def load_states(self, include: Any = None, non_blocking: bool = False) -> None:
-        """Bring the model (and what `include` names) to the device it computes on."""
-        self.model.to(self.device, non_blocking=non_blocking)
+    def load_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+        """Bring states to the device that they are used on: all, or those that `include` names (OffloadStateType)."""
+        if includes(include, OffloadStateType.model_params):
+            self.model.to(self.device, non_blocking=non_blocking)
 
-    def offload_states(self, include: Any = None, non_blocking: bool = False) -> None:
-        """Move the model (and what `include` names) to host memory. Nothing to do when it computes there."""
-        if self.device.type != "cpu":
+    def offload_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+        """Move states to host memory: all, or those that `include` names. A model on the CPU is there already."""
+        if includes(include, OffloadStateType.model_params) and self.device.type != "cpu":
             self.model.to("cpu", non_blocking=non_blocking)
             torch.cuda.empty_cache()
 

@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +42,7 @@ from roll.distributed.strategy.strategy import (
 from roll.exceptions import DataError, RollError
 from roll.models.hf_checkpoint import atomic_folder, load_hf_weights, write_hf_files
 from roll.ops.log_probs import next_token_log_probs
+from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
 
 TRAINING_FOLDER = "training"
 MAX_BAD_STEPS = 3  # consecutive non-finite steps before a run stops
@@ -221,6 +222,18 @@ class TrainStrategy(InferenceStrategy):
             "scheduler": self.scheduler.state_dict(),
             "bad_steps_in_a_row": self.bad_steps_in_a_row,
         }
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def load_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+        super().load_states(include, non_blocking)
+        if includes(include, OffloadStateType.optimizer_states) and self.device.type != "cpu":
+            move_optimizer(self.optimizer, self.device, non_blocking)
+
+    def offload_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+        if includes(include, OffloadStateType.optimizer_states) and self.device.type != "cpu":
+            move_optimizer(self.optimizer, torch.device("cpu"), non_blocking)
+        super().offload_states(include, non_blocking)
 
     # -- counts and plans ----------------------------------------------------------------------------------------------
 
