@@ -287,13 +287,16 @@ def test_a_gathered_fsdp2_state_and_back(tmp_path, one_rank, lora):
         get_model_state_dict,
         set_model_state_dict,
     )
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))  # the default would be a GPU, where there is one
 
     base = make_model_folder(tmp_path / "base")
 
     def sharded(seed: int) -> nn.Module:
         model = lora_actor(base, seed=seed) if lora else tiny_model(seed=seed)
-        return fully_shard(model)
+        return fully_shard(model, mesh=mesh)
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
     model, target = sharded(1), sharded(2)

@@ -326,15 +326,18 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_through_fsdp2_gradients_reach_hidden_states_and_head(one_rank, tied):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))  # the default would be a GPU, where there is one
 
     batch = tiny_batch([6, 3])
     expected = gradients(tiny_model(tied=tied), batch)
     model = tiny_model(tied=tied)
     use_linear_logits(model)
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     found = gradients(model, batch)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
