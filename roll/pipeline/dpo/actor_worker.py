@@ -93,11 +93,7 @@ class ActorWorker(BaseActorWorker):
         Args:
             data: `input_ids`, `attention_mask` (2P, S), rows interleaved chosen, rejected.
         """
-        metrics: dict[str, Any] = {}
-        with self.timed("compute_log_probs", metrics):
-            data = self.strategy.get_data_input(data)
-            results = self.strategy.forward_step(data, self.forward_func_log_probs)
-        return DataProto.from_dict(results, meta_info={"metrics": metrics})
+        return super().compute_log_probs(data)
 
     def forward_func_log_probs(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs_RT, _ = self.score(data, output_tensor, data["attention_mask"][:, 1:].bool())
