@@ -197,6 +197,7 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
     """A model that trains."""
 
     strategy_name = "deepspeed_train"
+    scales_loss = True
     default_stage = 2
 
     zero: ZeroState

@@ -36,10 +36,11 @@ from roll.distributed.strategy.strategy import (
     LossFunction,
     Metrics,
     ModelOutput,
+    ModelProvider,
     full_tensor,
     row_lengths,
 )
-from roll.exceptions import DataError, RollError
+from roll.exceptions import ConfigError, DataError, RollError
 from roll.models.hf_checkpoint import atomic_folder, load_hf_weights, write_hf_files
 from roll.ops.log_probs import next_token_log_probs
 from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
@@ -59,6 +60,7 @@ class TrainStrategy(InferenceStrategy):
     """A model on this rank that also trains. Subclasses say how it is placed and how gradients meet."""
 
     is_trainable: ClassVar[bool] = True
+    scales_loss: ClassVar[bool] = False  # whether fp16 gradients are kept from vanishing
 
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -83,6 +85,20 @@ class TrainStrategy(InferenceStrategy):
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    def build_model(self, model_provider: ModelProvider) -> None:
+        path = f"{self.worker_config.name}.model_args"
+        if self.worker_config.model_args.moe_aux_loss_coef is not None:
+            raise ConfigError(
+                f"{path}.moe_aux_loss_coef: found {self.worker_config.model_args.moe_aux_loss_coef}, expected null; no "
+                "strategy adds the router's loss yet, so the setting would change nothing. Remove it"
+            )
+        if self.worker_config.model_args.dtype == "fp16" and not self.scales_loss:
+            raise ConfigError(
+                f"{path}.dtype: found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does not "
+                "scale the loss: small gradients would vanish. deepspeed_train scales it"
+            )
+        super().build_model(model_provider)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
