@@ -7,8 +7,12 @@ PINS := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 CORE := $(VENV)/.core-$(PINS)
 DEV := $(VENV)/.dev-$(PINS)
 DEEPSPEED := $(VENV)/.deepspeed-$(PINS)
+VLLM := $(VENV)/.vllm-$(PINS)
+DOCS := $(VENV)/.docs-$(PINS)
+BENCH := $(VENV)/.bench-$(PINS)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: help install install-dev demo test test-unit test-ray test-slow test-gpu test-deepspeed lint format bench clean
+.PHONY: help install install-dev demo test test-unit test-ray test-slow test-gpu test-deepspeed test-vllm test-browser docs lint format bench clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,16 +24,30 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(CORE): | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	$(PIP) -e '.[report]'
 	@rm -f $(VENV)/.core-* && touch $@
 
 $(DEV): $(CORE)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[ray,lora,data,dev]'
+	$(PIP) -e '.[ray,lora,data,rewards,envs,tracking,report,dev]'
 	@rm -f $(VENV)/.dev-* && touch $@
 
 $(DEEPSPEED): $(DEV)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[deepspeed]'
+	DS_BUILD_OPS=0 $(PIP) -e '.[deepspeed]'
 	@rm -f $(VENV)/.deepspeed-* && touch $@
+
+# vLLM asks for torchvision and others, whose builds need CUDA and break model loading on a CPU.
+$(VLLM): $(DEV)
+	$(PIP) -e '.[vllm]'
+	$(BIN)/python -m pip uninstall -y -q torchvision torchaudio torchcodec
+	@rm -f $(VENV)/.vllm-* && touch $@
+
+$(DOCS): $(DEV)
+	$(PIP) -e '.[docs]'
+	@rm -f $(VENV)/.docs-* && touch $@
+
+$(BENCH): $(DEV)
+	$(PIP) -e '.[bench]'
+	@rm -f $(VENV)/.bench-* && touch $@
 
 demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute
 	$(BIN)/python examples/grpo_minimal.py
@@ -37,19 +55,29 @@ demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute
 test: test-unit test-ray  ## all tests of the README's promise
 
 test-unit: $(DEV)  ## everything that needs no Ray
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not ray and not slow and not deepspeed and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not ray and not slow and not deepspeed and not gpu and not vllm and not browser'
 
 test-ray: $(DEV)  ## the same clusters on a real Ray
-	$(BIN)/python -m pytest -m 'ray and not slow and not deepspeed'
+	$(BIN)/python -m pytest -m 'ray and not slow and not deepspeed and not vllm'
 
 test-slow: $(DEV)  ## the long grids
-	$(BIN)/python -m pytest -m 'slow and not deepspeed'
+	$(BIN)/python -m pytest -m 'slow and not deepspeed and not vllm'
 
 test-gpu: $(DEV)  ## on one NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu
 
 test-deepspeed: $(DEEPSPEED)  ## ZeRO 1 to 3 on this machine's CPU
 	$(BIN)/python -m pytest -m deepspeed
+
+test-vllm: $(VLLM)  ## generation with a real vLLM on this machine's CPU
+	$(BIN)/python -m pytest -m vllm
+
+test-browser: $(DEV)  ## the run report in a real Chromium
+	@command -v chromium chromium-browser google-chrome >/dev/null || (apt-get update -q && apt-get install -y -q chromium)
+	$(BIN)/python -m pytest -m browser
+
+docs: $(DOCS)  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict -q
 
 lint: $(DEV)  ## style, imports and types
 	$(BIN)/ruff check .
@@ -60,10 +88,10 @@ format: $(DEV)  ## rewrite files in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV)  ## print the tables of benchmarks/
+bench: $(BENCH)  ## print the tables of benchmarks/
 	$(BIN)/python benchmarks/protocol.py
 	$(BIN)/python benchmarks/algorithms.py
 	$(BIN)/python benchmarks/log_probs.py
 
 clean:  ## remove what make made
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis output
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis output site
