@@ -90,8 +90,8 @@ class BaseConfig(ScheduleConfig):
     rollout_dump_dir: str | None = None
     """Folder that gets every sample with its reward; null writes none."""
 
-    track_with: str = "tensorboard"
-    """Where metrics are shown: tensorboard, wandb, swanlab, trackio or stdout."""
+    track_with: str | list[str] = "tensorboard"
+    """Where metrics are shown besides metrics.jsonl: tensorboard, wandb, trackio, stdout, none, or a list of these."""
 
     tracker_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the tracker."""
@@ -328,5 +328,6 @@ class BaseConfig(ScheduleConfig):
 
     def with_max_steps(self, max_steps: int) -> Self:
         """The same config for a run of another length, its schedules included."""
-        values: dict[str, Any] = {**dict(self), "max_steps": max_steps}
-        return type(self)(**values)
+        # Only what was set: the rest follows from it again, and stays known as a default.
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**values, "max_steps": max_steps})

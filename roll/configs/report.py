@@ -8,6 +8,7 @@ from typing import Any
 from roll.configs.batch_plan import BatchPlan
 from roll.configs.config_model import plain_values
 from roll.configs.loader import LoadedConfig
+from roll.configs.memory import MemoryEstimate, estimate_memory
 from roll.configs.pipeline_config import BaseConfig
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
@@ -26,6 +27,9 @@ class CheckReport:
     rows: list[tuple[str, list[str]]]
     """Label and one cell per role."""
 
+    memory: dict[str, MemoryEstimate]
+    """Of each running role whose model could be read, on one device."""
+
     remarks: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -36,6 +40,7 @@ class CheckReport:
             "pipeline": self.pipeline,
             "backend": config.execution_backend,
             "plans": {name: _numbers(plan) for name, plan in config.batch_plans().items()},
+            "memory": {name: {**asdict(item), "total": item.total} for name, item in self.memory.items()},
             "ignored": list(self.loaded.ignored),
             "replaced": [asdict(item) for item in self.loaded.replaced],
             "remarks": self.remarks,
@@ -51,7 +56,7 @@ def check_report(loaded: LoadedConfig) -> CheckReport:
     cells = [_cells(plan, _UNITS[pipeline]) for plan in plans.values()]
     labels = list(cells[0]) if cells else []
     rows = [(label, [column[label] for column in cells]) for label in labels]
-    return CheckReport(loaded, pipeline, list(plans), rows, _remarks(config))
+    return CheckReport(loaded, pipeline, list(plans), rows, estimate_memory(config), _remarks(config))
 
 
 def _numbers(plan: BatchPlan) -> dict[str, Any]:
