@@ -36,3 +36,19 @@ def test_every_link_leads_to_a_file_or_heading_of_the_repository(page):
         assert file.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
             assert anchor in anchors(file), f"{page.name} links to {target}, but {file.name} has no such heading"
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The fenced blocks marked exactly `python`; `python no-run` marks those that need what a test has not."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+WITH_CODE = [page for page in PAGES if python_blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
+    script = tmp_path / f"{page.stem.replace('-', '_')}.py"
+    script.write_text("\n\n".join(python_blocks(page)))
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert run.returncode == 0, run.stderr

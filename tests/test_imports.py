@@ -21,9 +21,11 @@ LAYERS = {
     "roll.distributed": 2,
     "roll.datasets": 2,
     "roll.models": 2,
+    "roll.engines": 2,
     "roll.viewer": 2,
     "roll.pipeline": 3,
-    "roll.cli": 4,
+    "roll.commands": 4,
+    "roll.cli": 5,
 }
 
 # Packages that import no other part of roll than these.
@@ -48,6 +50,9 @@ ONLY_IN = {
     "vllm": "roll.distributed.strategy.vllm_strategy",
     "deepspeed": "roll.distributed.strategy.deepspeed_strategy",
     "wandb": "roll.utils.tracking",
+    "trackio": "roll.utils.tracking",
+    "math_verify": "roll.pipeline.rlvr.rewards.math_answers",
+    "plotly": "roll.viewer.charts",
 }
 
 PIPELINES = tuple(f"roll.pipeline.{name}" for name in ("dpo", "rlvr", "agentic", "sft"))
