@@ -5,7 +5,9 @@
     python benchmarks/algorithms.py --roll-checkout /path/to/ROLL     # also against ROLL itself
 
 The loops are the code that one would write first: over T with operations on columns, or over rows and runs. All take
-turns, so that a busy machine slows them alike; a ratio is the median over turns of the ratio within a turn. The error
+turns, so that a busy machine slows them alike; a ratio is the median over turns of the ratio within a turn. Freed memory
+stays with the process, as in one that trains: with glibc's defaults it goes back to the system now and then, and the
+page faults of a result, a third of its time, are measured or not by chance (`--system-malloc` leaves it so). The error
 is max |difference| / max |value| against the loop in float64. Memory is what a fresh process needs on top of the inputs
 at its peak, results included, as a multiple of the inputs. verl is measured if it is installed.
 """
@@ -147,6 +149,13 @@ PEERS = {"roll": roll_functions, "verl": verl_functions}
 
 
 # measuring
+
+
+def keep_freed_memory() -> None:
+    """Start this program again with a malloc that gives nothing back to the system (glibc's; others ignore this)."""
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+    if not settings.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
 
 
 def seconds(function: Callable[[Problem], object], problem: Problem) -> float:
@@ -316,10 +325,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--roll-checkout", help="folder of ROLL's repository, with its dependencies installed")
+    parser.add_argument("--system-malloc", action="store_true", help="let malloc return freed memory to the system")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if not (args.system_malloc or args.memory_of or args.peer):
+        keep_freed_memory()
     if args.memory_of:
         report_memory(args.memory_of, args.rows, args.tokens)
         return

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roll import __version__
-from roll.exceptions import ConfigError, RollError
+from roll.exceptions import ConfigError, DataError, MissingDependencyError, RollError, WorkerError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from roll.configs.loader import LoadedConfig
     from roll.configs.report import CheckReport
+
+INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 app = typer.Typer(
     name="roll",
@@ -47,6 +52,42 @@ def root(
 
 
 @app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Train as a config file says. Ctrl-C finishes the step, saves and says how to go on."""
+    loaded = _load_for_training(config, overrides or ())
+    for sentence in loaded.warnings():
+        typer.echo(f"warning: {sentence}", err=True)
+    from transformers.utils.logging import disable_progress_bar
+
+    from roll.pipeline.registry import pipeline_class
+
+    disable_progress_bar()  # a bar for every file that is read or written would tear ours apart
+    try:
+        with pipeline_class(loaded.config)(loaded.config, progress=False if quiet else None) as pipeline:
+            pipeline.run()
+    except KeyboardInterrupt:
+        typer.echo("Stopped.", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if pipeline.is_interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _load_for_training(config: Path, overrides: Sequence[str]) -> LoadedConfig:
+    """A config that has all that a run needs."""
+    from roll.pipeline.registry import load_config
+
+    loaded = load_config(config, overrides, warn=False)
+    missing = loaded.config.missing_for_training()
+    if missing:
+        raise ConfigError("\n".join(f"{config}: {problem}" for problem in missing))
+    return loaded
+
+
+@app.command()
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -54,13 +95,8 @@ def check(
 ) -> None:
     """Validate a config file and print its batch arithmetic. Needs no GPU and loads no model."""
     from roll.configs.report import check_report
-    from roll.pipeline.registry import load_config
 
-    loaded = load_config(config, overrides or (), warn=False)
-    missing = loaded.config.missing_for_training()
-    if missing:
-        raise ConfigError("\n".join(f"{config}: {problem}" for problem in missing))
-    report = check_report(loaded)
+    report = check_report(_load_for_training(config, overrides or ()))
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:
@@ -102,6 +138,10 @@ def main() -> None:
     try:
         app(prog_name="roll")
     except RollError as error:
+        cause = error.__cause__
+        # What a worker was given, or lacks, is the user's to correct: where the worker noticed it is not.
+        if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError | MissingDependencyError):
+            error = cause
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
 

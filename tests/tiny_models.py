@@ -7,12 +7,10 @@ chat template, so text goes in and comes out unchanged.
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,33 +25,18 @@ from transformers import (
     Qwen3Config,
 )
 
+from roll.models.tiny import CHAT_TEMPLATE, PAD, character_tokenizer
+
+__all__ = ["CHAT_TEMPLATE", "PAD"]
+
 Family = Literal["qwen2", "qwen3", "llama", "gemma2", "cohere", "granite"]
 
-# <|endoftext|> is there because transformers gives it to every tokenizer of a Qwen2 folder that lacks it.
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 100
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A character tokenizer of 99 tokens: 3 special ones (pad is 0, end of turn is 2), newline, printable ASCII."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    characters = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
-    tokens = [PAD, START, END, *(byte_level.pre_tokenize_str(character)[0][0] for character in characters)]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    backend.pre_tokenizer = byte_level
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
-        model_max_length=512,
-        chat_template=CHAT_TEMPLATE,
-    )
+    return character_tokenizer()
 
 
 def tiny_config(family: Family = "qwen2", *, tied: bool = True, **overrides: Any) -> PreTrainedConfig:

@@ -6,6 +6,9 @@ writes `train.jsonl` and `validation.jsonl` into that folder, one pair a line:
 
     {"instruction": "Which is the largest: 3, 7 or 2?", "chosen": "7", "rejected": "3"}
 
+With `--model`, a tiny model with random weights and a tokenizer of characters is written to `model/` in that folder:
+all that `examples/dpo/dpo_tiny.yaml` needs, made from nothing.
+
 The wrong digit is one of the three as well, and half of the questions ask for the smallest: a model that prefers one
 digit to another without reading the question is right half of the time. No question is in both files.
 """
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=1200, help="pairs to train on (default %(default)s)")
     parser.add_argument("--validation", type=int, default=200, help="pairs to validate on (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default %(default)s)")
+    parser.add_argument("--model", action="store_true", help="make a tiny model in FOLDER/model as well")
     options = parser.parse_args()
 
     pairs = make_pairs(options.seed)
@@ -54,6 +58,10 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     write_pairs(options.folder / "train.jsonl", pairs[: options.train])
     write_pairs(options.folder / "validation.jsonl", pairs[options.train : options.train + options.validation])
+    if options.model:
+        from roll.models.tiny import make_tiny_model  # needs torch, which the pairs do not
+
+        print(f"{make_tiny_model(options.folder / 'model', seed=options.seed)}: a tiny model with random weights")
 
 
 if __name__ == "__main__":

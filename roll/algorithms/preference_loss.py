@@ -51,6 +51,14 @@ def sequence_log_probs(log_probs_RT: Tensor, attention_mask_RS: Tensor, prompt_l
     return select(log_probs_RT, mask_RT).sum(-1), mask_RT.sum(-1)
 
 
+def pair_accuracy(margins_P: Tensor) -> Tensor:
+    """(P,): 1 for a pair whose chosen answer has the higher reward, 0 for the other way round, 0.5 for a tie.
+
+    A policy that equals its reference ties everywhere: it knows nothing, which is 0.5. (ROLL and TRL say 0.)
+    """
+    return (margins_P > 0).float() + 0.5 * (margins_P == 0).float()
+
+
 @dataclass(frozen=True)
 class Pairs:
     """What a variant sees: log-ratios to the reference of chosen and rejected answers, (P,), and the settings."""

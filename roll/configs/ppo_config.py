@@ -185,6 +185,9 @@ class PPOConfig(BaseConfig):
     force_disable_old_logprobs_recompute: bool = False
     """Never compute them."""
 
+    log_probs_at_sampling_temperature: bool = True
+    """Divide the logits by the sampling temperature in training too, so that both speak of one distribution."""
+
     train_infer_correction: TrainInferCorrectionConfig = Field(default_factory=TrainInferCorrectionConfig)
     """What is done about the difference between sampling and training."""
 
@@ -286,6 +289,14 @@ class PPOConfig(BaseConfig):
     def max_turns(self) -> int | None:
         """Longest trajectory in turns, if the config says."""
         return None
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """What the trained roles divide logits by; 1 where samples are the most likely tokens."""
+        sampling = self.actor_infer.generating_args
+        if not self.log_probs_at_sampling_temperature or sampling is None or not sampling.do_sample:
+            return 1.0
+        return sampling.temperature or 1.0
 
     @property
     def async_pipeline(self) -> bool:

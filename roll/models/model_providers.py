@@ -103,6 +103,19 @@ def default_tokenizer_provider(
     return tokenizer
 
 
+def check_model_files(model_args: ModelSettings) -> None:
+    """Raises ConfigError for a local model folder without config or weights, without reading either.
+
+    Lets a run fail before anything is loaded. A Hugging Face name passes: only loading it can tell.
+    """
+    _, folder = _locate(model_args.model_name_or_path)
+    if folder is None:
+        return
+    _require_config(folder)
+    if not model_args.random_init:
+        _require_weights(folder)
+
+
 def default_actor_model_provider(
     tokenizer: PreTrainedTokenizerBase,
     model_args: ModelSettings,
@@ -258,8 +271,8 @@ def _is_positive(value: object) -> bool:
 
 def _load_config(args: ModelSettings) -> PreTrainedConfig:
     source, folder = _locate(args.model_name_or_path)
-    if folder is not None and not (folder / "config.json").is_file():
-        raise ConfigError(_no_model(folder, "config.json"))
+    if folder is not None:
+        _require_config(folder)
     try:
         loaded: Any = AutoConfig.from_pretrained(
             source, trust_remote_code=_trusts(args), return_unused_kwargs=True, **args.model_config_kwargs
@@ -296,8 +309,8 @@ def _initialise(auto_class: Any, config: PreTrainedConfig, args: ModelSettings) 
 
 def _load_weights(auto_class: Any, config: PreTrainedConfig, args: ModelSettings, *, new_head: bool) -> PreTrainedModel:
     source, folder = _locate(args.model_name_or_path)
-    if folder is not None and not any(True for pattern in _WEIGHT_PATTERNS for _ in folder.glob(pattern)):
-        raise ConfigError(_no_model(folder, "weights (model*.safetensors)"))
+    if folder is not None:
+        _require_weights(folder)
     try:
         model, report = auto_class.from_pretrained(
             source,
@@ -361,6 +374,7 @@ def _locate(name: str | None) -> tuple[str, Path | None]:
         raise ConfigError("model_name_or_path is not set: give a local folder or the name of a Hugging Face model")
     path = Path(name).expanduser().absolute()
     if path.is_dir():
+        path = model_of_run(path)
         return str(path), path
     if path.is_file():
         raise ConfigError(f"model_name_or_path: {name} is a file; give the folder that holds config.json and weights")
@@ -369,8 +383,38 @@ def _locate(name: str | None) -> tuple[str, Path | None]:
     return name, None
 
 
+def model_of_run(folder: Path) -> Path:
+    """Where the model lies, if `folder` is that of a run (its newest complete checkpoint) or of a checkpoint; any other
+    folder is returned as it is. So `pretrain: output/warm_start` starts from what that run made.
+
+    The layout is that of `roll.utils.checkpoint_manager`, whose `pipeline` folder makes a checkpoint complete.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "actor_train" / "config.json").is_file():
+        return folder / "actor_train"
+    complete = [path.parent for path in (folder / "checkpoints").glob("checkpoint-*/pipeline")]
+    newest = max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return folder if newest is None else newest / "actor_train"
+
+
 def _listing(folder: Path) -> str:
     return ", ".join(sorted(path.name for path in folder.iterdir())[:20]) or "nothing"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's weights, in order."""
+    return sorted(file for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern))
+
+
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(_no_model(folder, "config.json"))
+
+
+def _require_weights(folder: Path) -> None:
+    if not weight_files(folder):
+        raise ConfigError(_no_model(folder, "weights (model*.safetensors)"))
 
 
 def _no_model(folder: Path, what: str) -> str:

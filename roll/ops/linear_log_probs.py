@@ -1,10 +1,11 @@
 """Log-probs and entropy straight from hidden states and the head's weight, without a logits tensor.
 
-Forward: chunks of rows times the whole vocabulary; each is reduced to one normaliser, log-prob and entropy per row, and
-the next one overwrites it. Backward: once the normalisers are known every logit stands alone, so the logits are made a
-second time in tiles that span the selected rows and a slice of the vocabulary. The gradient of a slice of the weight is
-then complete after one matrix product and is written once, in its own dtype; only the gradient of the hidden states,
-V / N times smaller, is summed over tiles, in float32. Four matrix products in all, against three with a logits tensor.
+The logits are made in tiles that span the selected rows and a slice of the vocabulary, each of which the next one
+overwrites. Forward: a tile is added to the running statistics of its rows. Backward: once the normalisers are known
+every logit stands alone, so the tiles are made a second time and turned into their own gradient, in place. The gradient
+of a slice of the weight is then complete after one matrix product and is written once, in its own dtype; only the
+gradient of the hidden states, V / N times smaller, is summed over tiles, in float32. Four matrix products in all,
+against three with a logits tensor; three here as well for tiles that may be kept from forward to backward.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ from roll.ops.linear_logits import LinearLogits
 from roll.ops.selection import Selection, select
 from roll.ops.softmax_rows import (
     LogitTransform,
-    RowCoefficients,
+    RowGradients,
     RowStatistics,
+    RunningStatistics,
     accumulation_dtype,
-    concatenate,
     piece_limits,
-    row_coefficients,
     row_gradient_,
-    row_statistics,
 )
 
 # Rows of a buffer start at multiples of this, so that an odd vocabulary costs the matrix products nothing.
@@ -47,6 +46,7 @@ def linear_log_probs(
     soft_cap: float | None = None,
     vocab_size: int | None = None,
     chunk_rows: int | None = None,
+    keep_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(cap(scale * (hidden @ weight.T + bias)) / temperature) at `labels`, and the entropy of that softmax.
 
@@ -61,8 +61,11 @@ def linear_log_probs(
     Matrix products run in the dtype of the inputs (in autocast's dtype inside its context), everything after them in
     float32. Gradients flow to hidden, weight and bias, from both results; only what is required is computed. There is
     no second derivative. At most `chunk_rows` x V logits exist at one time, in forward and in backward; the default
-    keeps them at 64 MB on a CPU and 192 MB on an accelerator. The selected rows of `hidden` are copied when the mask
-    leaves rows out. On an accelerator each call waits once for the device, to learn how many positions are selected.
+    keeps them at about 64 MB on a CPU and 132 MB on an accelerator. The selected rows of `hidden` are copied when the
+    mask leaves rows out. On an accelerator each call waits once for the device, to learn how many are selected.
+
+    Up to `keep_bytes` of logits are kept for backward, which then does not make them again: one matrix product of four
+    less where all fit (2 bytes x selected positions x V in bfloat16). Results and gradients are the same to the bit.
 
         >>> hidden, weight = torch.eye(2), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> linear_log_probs(hidden, weight, torch.tensor([1, 0]), mask=torch.tensor([1, 0]))[0]
@@ -71,7 +74,7 @@ def linear_log_probs(
     output = LinearLogits(hidden, weight, bias, scale, soft_cap, vocab_size)
     check_linear_logits(output)
     selection = select(hidden.shape[:-1], mask, labels, output.shape[-1], hidden.device)
-    return selected_linear_log_probs(output, selection, temperature, with_entropy, chunk_rows)
+    return selected_linear_log_probs(output, selection, temperature, with_entropy, chunk_rows, keep_bytes)
 
 
 def check_linear_logits(output: LinearLogits) -> None:
@@ -109,6 +112,7 @@ def selected_linear_log_probs(
     temperature: float,
     with_entropy: bool,
     chunk_rows: int | None = None,
+    keep_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_log_probs` after its checks: for a caller that found the selected positions itself."""
     if chunk_rows is not None and chunk_rows < 1:
@@ -119,6 +123,7 @@ def selected_linear_log_probs(
         dtype=_product_dtype(output.hidden),
         num_columns=output.shape[-1],
         chunk_rows=chunk_rows,
+        keep_bytes=keep_bytes if torch.is_grad_enabled() else 0,
     )
     hidden = output.hidden.reshape(-1, output.hidden.shape[-1])
     log_probs, entropy = _LinearLogProbs.apply(hidden, output.weight, output.bias, selection, options)
@@ -132,31 +137,22 @@ class _Options:
     dtype: torch.dtype  # of the matrix products
     num_columns: int  # of the vocabulary without padding
     chunk_rows: int | None
+    keep_bytes: int
 
-    def rows_at_once(self, device: torch.device) -> int:
-        """How many whole rows of logits may exist at one time."""
-        if self.chunk_rows is not None:
-            return self.chunk_rows
+    def tile_shape(self, num_rows: int, device: torch.device) -> tuple[int, int]:
+        """Rows and columns of a tile: all rows if enough columns remain, equal tiles rather than a small last one."""
         limits = piece_limits(device)
-        rows = limits.chunk_bytes // (self.num_columns * self.dtype.itemsize)
-        return max(limits.min_rows, rows - rows % limits.row_multiple)
-
-    def forward_rows(self, num_rows: int, device: torch.device) -> int:
-        """Rows of a chunk: at most `rows_at_once`, and equal chunks rather than a small last one."""
-        most = self.rows_at_once(device)
-        num_chunks = max(1, math.ceil(num_rows / most))
-        multiple = piece_limits(device).row_multiple
-        return min(most, max(1, math.ceil(num_rows / num_chunks / multiple) * multiple))
-
-    def backward_tile(self, num_rows: int, device: torch.device) -> tuple[int, int]:
-        """Rows and columns of a tile with no more logits than a forward chunk: all rows, if enough columns remain."""
-        num_logits = self.rows_at_once(device) * self.num_columns
-        columns = max(num_logits // num_rows, piece_limits(device).min_columns)
+        if self.chunk_rows is None:
+            num_logits = limits.tile_bytes // self.dtype.itemsize
+        else:
+            num_logits = self.chunk_rows * self.num_columns
+        columns = max(num_logits // max(num_rows, 1), limits.min_columns)
         if columns >= self.num_columns:
             columns = self.num_columns
-        elif columns > _ROW_ALIGNMENT:
-            columns -= columns % _ROW_ALIGNMENT
-        return min(num_rows, num_logits // columns), columns
+        elif columns > limits.column_multiple:
+            num_tiles = math.ceil(self.num_columns / (columns - columns % limits.column_multiple))
+            columns = math.ceil(self.num_columns / num_tiles / limits.column_multiple) * limits.column_multiple
+        return min(num_rows, max(1, num_logits // columns)), columns
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -174,10 +170,12 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, selection: Selection, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
+        keep_bytes = options.keep_bytes if any(ctx.needs_input_grad) else 0
         with torch.autocast(hidden.device.type, enabled=False):
-            statistics = _forward(hidden, weight, bias, selection, options)
+            tiles = _Tiles(hidden, weight, bias, selection, options, keep_bytes)
+            statistics = _forward(tiles, selection, options)
         ctx.save_for_backward(hidden, weight, bias, selection.index, selection.labels, *statistics)
-        ctx.shape, ctx.options = selection.shape, options
+        ctx.shape, ctx.options, ctx.kept = selection.shape, options, tiles.kept
         ctx.set_materialize_grads(False)
         assert statistics.log_probs is not None
         entropy = None if statistics.entropy is None else selection.put(statistics.entropy)
@@ -195,86 +193,120 @@ class _LinearLogProbs(torch.autograd.Function):
             return None, None, None, None, None
         hidden, weight, bias, index, labels, *statistics = ctx.saved_tensors
         selection = Selection(index, labels, ctx.shape)
+        # Kept tiles become gradients, so they serve one backward; a second one through the same graph finds none.
+        kept, ctx.kept = ctx.kept, {}
         with torch.autocast(hidden.device.type, enabled=False):
-            coefficients = row_coefficients(
+            arrived = RowGradients(
                 RowStatistics(*statistics),
                 labels,
                 None if grad_log_probs is None else selection.take(grad_log_probs),
                 None if grad_entropy is None else selection.take(grad_entropy),
-                ctx.options.transform,
             )
-            grads = _backward(hidden, weight, bias, selection, coefficients, ctx.options, ctx.needs_input_grad)
-        return *grads, None, None
+            tiles = _Tiles(hidden, weight, bias, selection, ctx.options, kept=kept)
+            grad_rows, grad_weight, grad_bias = _backward(tiles, arrived, ctx.options, ctx.needs_input_grad)
+        grad_hidden = None if grad_rows is None else selection.put(grad_rows.to(hidden.dtype), copy=False)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, selection: Selection, options: _Options
-) -> RowStatistics:
+class _Tiles:
+    """The raw logits of the selected rows, tile by tile: a band of rows and a slice of the vocabulary.
+
+    `kept` holds the tiles that were made with room for them in `keep_bytes`; all others share one buffer.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        selection: Selection,
+        options: _Options,
+        keep_bytes: int = 0,
+        kept: dict[tuple[int, int], Tensor] | None = None,
+    ) -> None:
+        self.rows = selection.take(hidden).to(options.dtype)
+        self.weight, self.bias, self.dtype = weight, bias, options.dtype
+        num_rows, num_columns = self.rows.shape[0], options.num_columns
+        self.height, self.width = options.tile_shape(num_rows, hidden.device)
+        self.bands = [slice(top, min(top + self.height, num_rows)) for top in range(0, num_rows, max(1, self.height))]
+        self.parts = [slice(left, min(left + self.width, num_columns)) for left in range(0, num_columns, self.width)]
+        self.keep_bytes = keep_bytes
+        self.kept = {} if kept is None else kept
+        self.buffer: Tensor | None = None
+
+    def weight_of(self, part: slice) -> Tensor:
+        return self.weight[part].to(self.dtype)
+
+    def take(self, band: slice, part: slice) -> tuple[Tensor, bool]:
+        """A tile, and whether it is the caller's to write into: one that was kept before, or one that is not kept."""
+        kept = self.kept.pop((band.start, part.start), None)
+        if kept is not None:
+            return kept, True
+        height, width = band.stop - band.start, part.stop - part.start
+        tile = self._room()[:height, :width]
+        bias = None if self.bias is None else self.bias[part].to(self.dtype)
+        _linear(self.rows[band], self.weight_of(part), bias, out=tile)
+        if self.buffer is None:
+            self.kept[(band.start, part.start)] = tile
+        return tile, self.buffer is not None
+
+    def _room(self) -> Tensor:
+        if self.buffer is None:
+            room = _aligned_buffer(self.height, self.width, self.dtype, self.rows.device)
+            if room.nbytes > self.keep_bytes:
+                self.buffer = room
+            else:
+                self.keep_bytes -= room.nbytes
+            return room
+        return self.buffer
+
+
+def _forward(tiles: _Tiles, selection: Selection, options: _Options) -> RowStatistics:
     assert selection.labels is not None
-    num_rows, columns = selection.num_selected, options.num_columns
-    weight = weight[:columns].to(options.dtype)
-    bias = None if bias is None else bias[:columns].to(options.dtype)
-    step = options.forward_rows(num_rows, hidden.device)
-    buffer = _aligned_buffer(step, columns, options.dtype, hidden.device)
-    parts: list[RowStatistics] = []
-    for start in range(0, max(1, num_rows), step):
-        stop = min(start + step, num_rows)
-        rows = hidden[start:stop] if selection.index is None else hidden[selection.index[start:stop]]
-        chunk = buffer[: stop - start, :columns]
-        _linear(rows.to(options.dtype), weight, bias, out=chunk)
-        labels = selection.labels[start:stop]
-        parts.append(row_statistics(chunk, labels, options.transform, options.with_entropy, overwrite=True))
-    return concatenate(parts)
+    running = RunningStatistics(
+        selection.num_selected,
+        options.num_columns,
+        selection.labels,
+        options.transform,
+        options.with_entropy,
+        tiles.rows,
+    )
+    for band in tiles.bands:
+        for part in tiles.parts:
+            tile, is_free = tiles.take(band, part)
+            running.add(tile, band, first_column=part.start, overwrite=is_free)
+    return running.statistics
 
 
 def _backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    selection: Selection,
-    coefficients: RowCoefficients,
-    options: _Options,
-    needs_grad: tuple[bool, ...],
+    tiles: _Tiles, arrived: RowGradients, options: _Options, needs_grad: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    columns, num_rows = options.num_columns, selection.num_selected
+    """Gradients of the selected rows, in the accumulation dtype, of the weight and of the bias."""
+    weight, bias, rows = tiles.weight, tiles.bias, tiles.rows
     sum_dtype = accumulation_dtype(options.dtype)
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_grad[1] else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs_grad[2] else None
     for grad in (grad_weight, grad_bias):
         if grad is not None:  # what pads the vocabulary is not written below; with no rows nothing is
-            grad[columns if num_rows else 0 :].zero_()
-    if num_rows == 0:
-        return torch.zeros_like(hidden) if needs_grad[0] else None, grad_weight, grad_bias
-
-    rows = selection.take(hidden).to(options.dtype)
+            grad[options.num_columns if tiles.bands else 0 :].zero_()
     grad_rows = torch.empty_like(rows, dtype=sum_dtype) if needs_grad[0] else None
-    tile_rows, tile_columns = options.backward_tile(num_rows, hidden.device)
-    buffer = _aligned_buffer(tile_rows, tile_columns, options.dtype, hidden.device)
-    for left in range(0, columns, tile_columns):
-        part = slice(left, min(left + tile_columns, columns))
-        part_weight = weight[part].to(options.dtype)
-        part_bias = None if bias is None else bias[part].to(options.dtype)
-        weight_sum = None if grad_weight is None else _sum_buffer(grad_weight[part], tile_rows < num_rows)
+    for part in tiles.parts if tiles.bands else ():
+        weight_sum = None if grad_weight is None else _sum_buffer(grad_weight[part], len(tiles.bands) > 1)
         bias_sum = None if grad_bias is None else torch.zeros_like(grad_bias[part], dtype=sum_dtype)
-        for top in range(0, num_rows, tile_rows):
-            band = slice(top, min(top + tile_rows, num_rows))
-            tile = buffer[: band.stop - band.start, : part.stop - part.start]
-            _linear(rows[band], part_weight, part_bias, out=tile)
-            row_gradient_(tile, coefficients.rows(band), options.transform, first_column=left)
+        for band in tiles.bands:
+            tile, _ = tiles.take(band, part)
+            row_gradient_(tile, arrived.rows(band), options.transform, first_column=part.start)
             if grad_rows is not None:
-                _add_product(grad_rows[band], tile, part_weight, first=left == 0)
+                _add_product(grad_rows[band], tile, tiles.weight_of(part), first=part.start == 0)
             if weight_sum is not None:
-                _add_product(weight_sum, tile.t(), rows[band], first=top == 0)
+                _add_product(weight_sum, tile.t(), rows[band], first=band.start == 0)
             if bias_sum is not None:
                 bias_sum += tile.sum(0, dtype=sum_dtype)
         if grad_weight is not None and weight_sum is not None and weight_sum.dtype != grad_weight.dtype:
             grad_weight[part] = weight_sum
         if grad_bias is not None and bias_sum is not None:
             grad_bias[part] = bias_sum
-    grad_hidden = None if grad_rows is None else grad_rows.to(hidden.dtype)
-    if grad_hidden is not None and selection.index is not None:
-        grad_hidden = selection.put(grad_hidden)
-    return grad_hidden, grad_weight, grad_bias
+    return grad_rows, grad_weight, grad_bias
 
 
 def _aligned_buffer(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -301,9 +333,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=0.0 if first else 1.0)  # beta 0 ignores even NaN
         return
-    # cuBLAS can hand over its float32 sums unrounded; elsewhere each product is rounded once to the low precision.
-    product = torch.mm(left, right, out_dtype=total.dtype) if left.is_cuda else torch.mm(left, right)
-    if first:
-        total.copy_(product)
+    if left.is_cuda:  # cuBLAS adds its float32 sums where they belong
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=0.0 if first else 1.0, out=total)
+    elif first:
+        total.copy_(torch.mm(left, right))
     else:
-        total.add_(product)
+        total.add_(torch.mm(left, right))

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from roll.ops.linear_log_probs import check_linear_logits, selected_linear_log_probs
 from roll.ops.linear_logits import LinearLogits
-from roll.ops.selection import Selection, select
+from roll.ops.selection import Selection, check_labels, select
 from roll.ops.softmax_rows import (
     LogitTransform,
+    RowGradients,
     RowStatistics,
-    concatenate,
+    RunningStatistics,
+    kernels_for,
     row_blocks,
-    row_coefficients,
     row_gradient_,
-    row_statistics,
 )
 
 
@@ -28,13 +28,15 @@ def next_token_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    keep_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of every token after the first under the model's output at the token before it, and the entropy there.
 
     output: logits (B, S, V) or LinearLogits with hidden (B, S, H); input_ids and mask: (B, S). Returns (log_probs,
     entropy), each (B, S-1) and float32 (float64 for a float64 output); entropy is None unless `with_entropy`. Column t
     speaks of token t+1 and is computed where mask[:, t+1] is not zero. Elsewhere, and in the gradients there, zeros,
-    even if the output holds NaN at those positions. RL passes the response mask, DPO the attention mask.
+    even if the output holds NaN at those positions. RL passes the response mask, DPO the attention mask. `keep_bytes`
+    is that of `linear_log_probs`; it changes nothing for logits that exist.
 
         input_ids   [[7, 8, 9, 0]]      log_probs  [[0, log p(9 | 7 8), 0]]
         mask        [[0, 0, 1, 0]]
@@ -60,55 +62,86 @@ def next_token_log_probs(
         input_ids.shape, selected, labels, output.shape[-1], output.device, labels_name="input_ids", label_shift=1
     )
     if isinstance(output, LinearLogits):
-        log_probs, entropy = selected_linear_log_probs(output, selection, temperature, with_entropy)
+        log_probs, entropy = selected_linear_log_probs(
+            output, selection, temperature, with_entropy, keep_bytes=keep_bytes
+        )
     else:
         log_probs, entropy = _selected_log_probs(output, selection, temperature, with_entropy)
     assert log_probs is not None
     return log_probs[:, :-1].contiguous(), None if entropy is None else entropy[:, :-1].contiguous()
 
 
-def log_probs_from_logits(
-    logits: Tensor, labels: Tensor, *, mask: Tensor | None = None, temperature: float = 1.0
-) -> Tensor:
-    """log softmax(logits / temperature) at `labels`: logits (..., V), labels and mask (...), result (...).
+def log_probs_and_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    overwrite_logits: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits / temperature) at `labels`, and the entropy of that softmax in nats.
 
-    float32 inside and out (float64 for float64 logits), in blocks of rows: forward makes nothing of the logits' size,
-    backward their gradient and nothing else. Zero where the mask is zero, and zero gradient there, whatever the logits
-    hold. `logits[:, :-1]` and `logits[..., :v]` are read where they are. There is no second derivative.
+    logits (..., V), labels and mask (...), results (...); entropy is None unless `with_entropy`. float32 inside and out
+    (float64 for float64 logits): forward makes nothing of the logits' size, backward their gradient and nothing else.
+    Zero where the mask is zero, and zero gradient there, whatever the logits hold. `logits[:, :-1]` and
+    `logits[..., :v]` are read where they are. There is no second derivative.
+
+    With `overwrite_logits` the caller promises that nobody reads the logits after this call, and backward writes their
+    gradient into their memory. A broken promise by autograd (two results of the same logits, an operation that saved
+    them) is an error of autograd's; so is a second backward.
 
     A logit of -inf is a token that cannot occur: as a label its log-prob is -inf (and its gradient that of any other
     label). If every logit of a row is -inf the log-prob is -inf and the entropy 0. Gradients stay finite in both cases.
     """
-    selection = _select_rows(logits, mask, labels)
-    log_probs, _ = _selected_log_probs(logits, selection, temperature, with_entropy=False)
+    _check_logits(logits)
+    # The kernels skip a label that is not there, so it can be found while they run; an index operation cannot.
+    check = mask is not None or kernels_for(logits) is None
+    selection = select(logits.shape[:-1], mask, labels, logits.shape[-1], logits.device, check=check)
+    log_probs, entropy = _selected_log_probs(logits, selection, temperature, with_entropy, overwrite_logits)
+    if not check:
+        check_labels(selection, logits.shape[-1])
     assert log_probs is not None
-    return log_probs
+    return log_probs, entropy
 
 
-def entropy_from_logits(logits: Tensor, *, mask: Tensor | None = None, temperature: float = 1.0) -> Tensor:
-    """Entropy of softmax(logits / temperature) in nats: logits (..., V), mask and result (...).
+def log_probs_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    overwrite_logits: bool = False,
+) -> Tensor:
+    """The first result of `log_probs_and_entropy`."""
+    return log_probs_and_entropy(
+        logits, labels, mask=mask, temperature=temperature, with_entropy=False, overwrite_logits=overwrite_logits
+    )[0]
 
-    Memory, masks and -inf as in `log_probs_from_logits`.
-    """
-    selection = _select_rows(logits, mask, None)
-    _, entropy = _selected_log_probs(logits, selection, temperature, with_entropy=True)
+
+def entropy_from_logits(
+    logits: Tensor, *, mask: Tensor | None = None, temperature: float = 1.0, overwrite_logits: bool = False
+) -> Tensor:
+    """The second result of `log_probs_and_entropy`, which needs no labels."""
+    _check_logits(logits)
+    selection = select(logits.shape[:-1], mask, None, logits.shape[-1], logits.device)
+    _, entropy = _selected_log_probs(logits, selection, temperature, True, overwrite_logits)
     assert entropy is not None
     return entropy
 
 
-def _select_rows(logits: Tensor, mask: Tensor | None, labels: Tensor | None) -> Selection:
+def _check_logits(logits: Tensor) -> None:
     if logits.ndim < 1 or logits.shape[-1] < 1:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (..., V) with at least one token")
-    return select(logits.shape[:-1], mask, labels, logits.shape[-1], logits.device)
+    if not logits.is_floating_point():
+        raise ValueError(f"logits have dtype {logits.dtype}, expected floating point")
 
 
 def _selected_log_probs(
-    logits: Tensor, selection: Selection, temperature: float, with_entropy: bool
+    logits: Tensor, selection: Selection, temperature: float, with_entropy: bool, overwrite_logits: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    if not logits.is_floating_point():
-        raise ValueError(f"logits have dtype {logits.dtype}, expected floating point")
     transform = LogitTransform(temperature=temperature)
-    log_probs, entropy = _LogProbsFromLogits.apply(logits, selection, transform, with_entropy)
+    log_probs, entropy = _LogProbsFromLogits.apply(logits, selection, transform, with_entropy, overwrite_logits)
     return (
         None if log_probs is None else log_probs.view(selection.shape),
         None if entropy is None else entropy.view(selection.shape),
@@ -120,17 +153,20 @@ class _LogProbsFromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, selection: Selection, transform: LogitTransform, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        selection: Selection,
+        transform: LogitTransform,
+        with_entropy: bool,
+        overwrite_logits: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
+        num_rows = selection.num_selected
+        running = RunningStatistics(num_rows, logits.shape[-1], selection.labels, transform, with_entropy, like=logits)
         rows, row_numbers = _row_view(logits, selection.index)
-        parts: list[RowStatistics] = []
-        for block in row_blocks(selection.num_selected, logits.shape[-1], logits.dtype, logits.device):
-            labels = None if selection.labels is None else selection.labels[block]
-            part, copied = _rows(rows, row_numbers, block), row_numbers is not None
-            parts.append(row_statistics(part, labels, transform, with_entropy, overwrite=copied))
-        statistics = concatenate(parts)
+        running.add(rows, slice(0, num_rows), row_numbers=row_numbers)
+        statistics = running.statistics
         ctx.save_for_backward(logits, selection.index, selection.labels, *statistics)
-        ctx.shape, ctx.transform = selection.shape, transform
+        ctx.shape, ctx.transform, ctx.overwrite = selection.shape, transform, overwrite_logits
         ctx.set_materialize_grads(False)
         _, log_probs, entropy = statistics
         return (
@@ -147,33 +183,58 @@ class _LogProbsFromLogits(torch.autograd.Function):
             )
         grad_log_probs, grad_entropy = grad_outputs
         if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         logits, index, labels, *columns = ctx.saved_tensors
-        selection, statistics = Selection(index, labels, ctx.shape), RowStatistics(*columns)
-        coefficients = row_coefficients(
-            statistics,
+        selection = Selection(index, labels, ctx.shape)
+        rows = RowGradients(
+            RowStatistics(*columns),
             labels,
             None if grad_log_probs is None else selection.take(grad_log_probs),
             None if grad_entropy is None else selection.take(grad_entropy),
-            ctx.transform,
         )
-        grad = (torch.empty if index is None else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
-        grad_rows = grad.view(-1, logits.shape[-1])
-        rows, row_numbers = _row_view(logits, index)
-        for block in row_blocks(selection.num_selected, logits.shape[-1], logits.dtype, logits.device):
-            part = _rows(rows, row_numbers, block)
-            if index is None:
-                part = grad_rows[block].copy_(part)
-                row_gradient_(part, coefficients.rows(block), ctx.transform)
-            else:
-                row_gradient_(part, coefficients.rows(block), ctx.transform)
-                grad_rows.index_copy_(0, index[block], part)
-        return grad, None, None, None
+        if ctx.overwrite and _has_own_memory(logits):
+            grad = logits.detach()
+            _write_gradient(logits, grad, selection, rows, ctx.transform)
+            torch.autograd.graph.increment_version(logits)  # autograd then notices whoever reads the logits now
+        else:
+            grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            _write_gradient(logits, grad, selection, rows, ctx.transform)
+        return grad, None, None, None, None
 
 
-def _rows(rows: Tensor, row_numbers: Tensor | None, block: slice) -> Tensor:
-    """Rows of a block: a view if all are selected, otherwise a copy."""
-    return rows[block] if row_numbers is None else rows.index_select(0, row_numbers[block])
+def _write_gradient(
+    logits: Tensor, grad: Tensor, selection: Selection, gradients: RowGradients, transform: LogitTransform
+) -> None:
+    """The gradient of all positions, into `grad`, which may be `logits`."""
+    index, vocab_size = selection.index, logits.shape[-1]
+    grad_rows, grad_numbers = _row_view(grad, None)
+    if (kernels := kernels_for(logits)) is not None:
+        rows, row_numbers = _row_view(logits, None)
+        slots = None
+        if index is not None:
+            slots = torch.full((selection.shape.numel(),), -1, dtype=torch.int32, device=logits.device)
+            slots[index] = torch.arange(index.shape[0], dtype=torch.int32, device=logits.device)
+        kernels.gradient(rows, grad_rows, gradients, 0, transform, slots, row_numbers, grad_numbers)
+        return
+    if index is not None:
+        passed_over = torch.ones(selection.shape.numel(), dtype=torch.bool, device=logits.device)
+        passed_over[index] = False
+        grad.masked_fill_(passed_over.view(*selection.shape, 1), 0.0)
+    rows, row_numbers = _row_view(logits, index)
+    _, targets = _row_view(grad, index)
+    for block in row_blocks(selection.num_selected, vocab_size, logits.dtype, logits.device):
+        part = rows[block] if row_numbers is None else rows.index_select(0, row_numbers[block])
+        if targets is None:
+            part = grad_rows[block].copy_(part)
+            row_gradient_(part, gradients.rows(block), transform)
+        else:
+            row_gradient_(part, gradients.rows(block), transform)
+            grad_rows.index_copy_(0, targets[block], part)
+
+
+def _has_own_memory(logits: Tensor) -> bool:
+    """Whether every entry has a place of its own: not so for an expanded tensor."""
+    return all(size == 1 or stride > 0 for size, stride in zip(logits.shape, logits.stride(), strict=True))
 
 
 def _row_view(logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor | None]:

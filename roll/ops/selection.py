@@ -23,10 +23,11 @@ class Selection(NamedTuple):
         """The selected ones of `values`, which has one entry, or one row, per flat position."""
         return values if self.index is None else values.index_select(0, self.index)
 
-    def put(self, values: Tensor) -> Tensor:
-        """The inverse of `take`, as a new tensor with zeros at the positions that were not selected."""
+    def put(self, values: Tensor, copy: bool = True) -> Tensor:
+        """The inverse of `take`, with zeros at the positions that were not selected; a new tensor, unless all are
+        selected and no copy is asked for."""
         if self.index is None:
-            return values.clone()
+            return values.clone() if copy else values
         return values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(0, self.index, values)
 
 
@@ -38,11 +39,13 @@ def select(
     device: torch.device,
     labels_name: str = "labels",
     label_shift: int = 0,
+    check: bool = True,
 ) -> Selection:
     """Finds the selected positions and checks their labels; labels elsewhere may hold anything, -100 included.
 
     On an accelerator the whole of it costs one host sync, for the number of positions and of bad labels together.
     `label_shift` is how far right of its position a label stands in the tensor that the caller knows as `labels_name`.
+    Without a mask and with `check` False there is none: the caller calls `check_labels` while the device works.
     """
     for name, tensor in (("mask", mask), (labels_name, labels)):
         if tensor is not None and tensor.shape != shape:
@@ -53,6 +56,8 @@ def select(
         raise ValueError(f"{labels_name} has dtype {labels.dtype}, expected integers")
 
     labels = None if labels is None else labels.reshape(-1).long()
+    if mask is None and not check:
+        return Selection(None, labels, shape)
     chosen = None if mask is None else mask.reshape(-1) != 0
     bad = None if labels is None else (labels < 0) | (labels >= vocab_size)
     if bad is not None and chosen is not None:
@@ -65,6 +70,14 @@ def select(
         return Selection(None, labels, shape)
     index = torch.nonzero_static(chosen, size=counts[-1]).squeeze(1)
     return Selection(index, None if labels is None else labels.index_select(0, index), shape)
+
+
+def check_labels(selection: Selection, vocab_size: int) -> None:
+    """What `select` left to its caller: IndexError if a label is outside the vocabulary. One host sync."""
+    assert selection.labels is not None and selection.index is None
+    bad = (selection.labels < 0) | (selection.labels >= vocab_size)
+    if bool(bad.any()):
+        raise _label_error(bad, selection.labels, selection.shape, vocab_size, "labels", 0)
 
 
 def _label_error(

@@ -1,15 +1,18 @@
 """The two passes that the fused log-prob operators make over a piece of logits, and how large a piece is.
 
-`row_statistics` reads rows of logits and gives normaliser, log-probs and entropy; `row_gradient_` turns a tile of
-logits into its own gradient, in place. Both are plain torch on blocks of rows, so that their float32 temporaries stay
-small next to the piece itself; a kernel that does either in one pass can take the place of the function's body.
+`RunningStatistics` reads rows of logits, at once or slice by slice of the vocabulary, and gives normaliser, log-probs
+and entropy; `row_gradient_` turns a tile of logits into its own gradient, in place. On a GPU both are one Triton kernel
+(`triton_rows`). Without one, and as the reference, they are plain torch on blocks of rows, so that their float32
+temporaries stay small next to the piece itself.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,18 +23,18 @@ from torch import Tensor
 class PieceLimits:
     """How much of the logits may exist at one time on a kind of device."""
 
-    chunk_bytes: int  # one chunk of logits between two matrix products
-    block_bytes: int  # one float32 temporary of the passes over that chunk
-    min_rows: int  # a chunk with fewer rows would leave the matrix product waiting for the weight
+    tile_bytes: int  # one tile of logits between two matrix products
+    block_bytes: int  # one float32 temporary of the torch passes over that tile
     min_columns: int  # a tile with fewer columns would spend its time on adding up the gradient of the hidden states
-    row_multiple: int  # whole tiles of the matrix product
+    column_multiple: int  # whole tiles of the matrix product
 
 
 # Smaller blocks would stay in a CPU's cache, but next to the products that saves nothing, and each operation on a block
 # ends with all threads waiting for the slowest one, which takes long on a busy machine.
-CPU_LIMITS = PieceLimits(64 << 20, 16 << 20, min_rows=32, min_columns=1024, row_multiple=1)
-ACCELERATOR_LIMITS = PieceLimits(192 << 20, 64 << 20, min_rows=256, min_columns=8192, row_multiple=128)
-
+CPU_LIMITS = PieceLimits(64 << 20, 16 << 20, min_columns=1024, column_multiple=64)
+# 132 MiB are 16 output tiles of 128 x 256 in 16-bit precision for each of 132 multiprocessors: products without a last
+# wave that most of them sit out, and large enough that adding up the hidden states' gradient is a small part.
+ACCELERATOR_LIMITS = PieceLimits(132 << 20, 64 << 20, min_columns=8192, column_multiple=256)
 
 # Stands for -inf where p * log p is formed: its exponential is 0, in float64 too, and so is their product. Clamping to
 # it lets NaN through.
@@ -40,6 +43,20 @@ _LOG_OF_ZERO = -1e4
 
 def piece_limits(device: torch.device) -> PieceLimits:
     return CPU_LIMITS if device.type == "cpu" else ACCELERATOR_LIMITS
+
+
+@functools.cache
+def _triton_rows() -> ModuleType | None:
+    try:
+        from roll.ops import triton_rows
+    except ImportError:  # Triton comes with torch for NVIDIA GPUs, and with no other
+        return None
+    return triton_rows
+
+
+def kernels_for(raw: Tensor) -> ModuleType | None:
+    """The Triton kernels if they can work on `raw`: on a GPU, in any precision but float64."""
+    return _triton_rows() if raw.is_cuda and raw.dtype != torch.float64 else None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -74,12 +91,20 @@ class LogitTransform:
         """dy/dz, without the factor 1 - tanh^2 that a cap adds."""
         return self.scale / self.temperature
 
+    @property
+    def inner(self) -> float | None:
+        """With a cap, y = factor * tanh(inner * z); without one it is None, and y = factor * z."""
+        return None if self.soft_cap is None else self.scale / self.soft_cap
+
+    @property
+    def factor(self) -> float:
+        return self.slope if self.soft_cap is None else self.soft_cap / self.temperature
+
     def unscaled(self, raw: Tensor) -> tuple[Tensor, float]:
         """(x, k) with y = k * x: x is `raw` itself, or a fresh tanh of it in the accumulation dtype."""
-        if self.soft_cap is None:
-            return raw, self.slope
-        squashed = raw.to(accumulation_dtype(raw.dtype), copy=True).mul_(self.scale / self.soft_cap).tanh_()
-        return squashed, self.soft_cap / self.temperature
+        if self.inner is None:
+            return raw, self.factor
+        return raw.to(accumulation_dtype(raw.dtype), copy=True).mul_(self.inner).tanh_(), self.factor
 
 
 class RowStatistics(NamedTuple):
@@ -89,144 +114,193 @@ class RowStatistics(NamedTuple):
     log_probs: Tensor | None  # y_label - log_normalizer
     entropy: Tensor | None  # -sum_j p_j log p_j
 
-
-def concatenate(parts: list[RowStatistics]) -> RowStatistics:
-    """The rows of all parts, one after the other."""
-    log_normalizers, log_probs, entropies = zip(*parts, strict=True)
-    return RowStatistics(
-        torch.cat(log_normalizers),
-        None if log_probs[0] is None else torch.cat(log_probs),
-        None if entropies[0] is None else torch.cat(entropies),
-    )
-
-
-def row_statistics(
-    raw: Tensor, labels: Tensor | None, transform: LogitTransform, with_entropy: bool, overwrite: bool = False
-) -> RowStatistics:
-    """Normaliser, log-probs of `labels` (R,) and entropy of the rows of `raw` (R, V), which stay as they are unless
-    they may be overwritten.
-
-    A logit of -inf is a token that cannot occur: it adds nothing, and as a label its log-prob is -inf. A row with
-    nothing but -inf gives log-prob -inf and entropy 0. NaN and +inf give NaN: a broken model must not look healthy.
-    """
-    overwrite = overwrite and raw.dtype == accumulation_dtype(raw.dtype)
-    if overwrite and not with_entropy and transform.soft_cap is None:
-        return _block_statistics(raw, labels, transform, with_entropy, overwrite)  # needs no temporaries
-    return concatenate(
-        [
-            _block_statistics(raw[block], None if labels is None else labels[block], transform, with_entropy, overwrite)
-            for block in row_blocks(raw.shape[0], raw.shape[1], raw.dtype, raw.device)
-        ]
-    )
-
-
-def _block_statistics(
-    raw: Tensor, labels: Tensor | None, transform: LogitTransform, with_entropy: bool, overwrite: bool
-) -> RowStatistics:
-    dtype = accumulation_dtype(raw.dtype)
-    logits, factor = transform.unscaled(raw)
-    top = logits.amax(1, keepdim=True).to(dtype).mul_(factor)
-    top.masked_fill_(top == -torch.inf, 0.0)  # -inf - -inf is NaN; any finite reference will do for such a row
-    # Promotes low precision to float32 in the same pass.
-    below_top = torch.add(-top, logits, alpha=factor, out=logits if overwrite or logits is not raw else None)
-    label_below_top = None if labels is None else below_top.gather(1, labels.unsqueeze(1)).squeeze(1)
-    mean_below_top = None
-    if with_entropy:
-        below_top.clamp_(min=_LOG_OF_ZERO)
-        weights = below_top.exp()
-        total = weights.sum(1)
-        mean_below_top = weights.mul_(below_top).sum(1)
-    else:
-        total = below_top.exp_().sum(1)
-    total.masked_fill_(total == 0, 1.0)  # only in a row with nothing but -inf: no mass, normaliser 0
-    log_total = total.log()
-    return RowStatistics(
-        top.squeeze(1) + log_total,
-        None if label_below_top is None else label_below_top - log_total,
-        None if mean_below_top is None else log_total - mean_below_top / total,
-    )
-
-
-class RowCoefficients(NamedTuple):
-    """What turns logits into gradients, per row: dL/dz_j = p_j * (constant + per_log_prob * log p_j), and dL/dz_label.
-
-    The factor 1 - tanh^2 of a cap is in `at_label`, and not in `constant` and `per_log_prob`.
-    """
-
-    log_normalizer: Tensor
-    constant: Tensor
-    per_log_prob: Tensor | None
-    labels: Tensor | None
-    at_label: Tensor | None
-
-    def rows(self, part: slice) -> RowCoefficients:
-        return RowCoefficients(
+    def rows(self, part: slice) -> RowStatistics:
+        return RowStatistics(
             self.log_normalizer[part],
-            self.constant[part],
-            None if self.per_log_prob is None else self.per_log_prob[part],
-            None if self.labels is None else self.labels[part],
-            None if self.at_label is None else self.at_label[part],
+            None if self.log_probs is None else self.log_probs[part],
+            None if self.entropy is None else self.entropy[part],
         )
 
 
-def row_coefficients(
-    statistics: RowStatistics,
-    labels: Tensor | None,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    transform: LogitTransform,
-) -> RowCoefficients:
-    """The derivative of log-probs and entropy, solved for what differs by row. With g and e their incoming gradients:
+class RunningStatistics:
+    """The statistics of `num_rows` rows with `num_columns` logits each, which arrive in slices of the vocabulary.
+
+    A logit of -inf is a token that cannot occur: it adds nothing, and as a label its log-prob is -inf. A row with
+    nothing but -inf gives log-prob -inf and entropy 0. NaN and +inf give NaN: a broken model must not look healthy.
+
+    Sums are relative to the maximum so far, x being the logit before its factor: `total` of exp(y - top), `moment` of
+    exp(y - top) * (y - top).
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_columns: int,
+        labels: Tensor | None,
+        transform: LogitTransform,
+        with_entropy: bool,
+        like: Tensor,
+    ) -> None:
+        """labels: (num_rows,) or None; `like` has the dtype and the device of the logits."""
+        self.num_columns, self.labels, self.transform, self.with_entropy = num_columns, labels, transform, with_entropy
+        self.kernels = kernels_for(like)
+        new = functools.partial(torch.empty, dtype=accumulation_dtype(like.dtype), device=like.device)
+        self.state = new(4, num_rows)  # top, total, moment, label's x; written by the first slice
+        self.statistics = RowStatistics(
+            new(num_rows), None if labels is None else new(num_rows), new(num_rows) if with_entropy else None
+        )
+
+    def add(
+        self,
+        raw: Tensor,
+        rows: slice,
+        first_column: int = 0,
+        row_numbers: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Columns `first_column` and following of some rows. Slices of a row come in order, none is left out.
+
+        raw: (R, C), or with `row_numbers` (R,) any rows among which those are the ones; it stays as it is unless it
+        may be overwritten.
+        """
+        labels = None if self.labels is None else self.labels[rows]
+        state = self.state[:, rows]
+        results = self.statistics.rows(rows)
+        is_last = first_column + raw.shape[1] == self.num_columns
+        if self.kernels is not None:
+            self.kernels.statistics_(state, results, raw, labels, row_numbers, first_column, is_last, self.transform)
+            return
+        overwrite = overwrite and raw.dtype == accumulation_dtype(raw.dtype)
+        blocks = row_blocks(state.shape[1], raw.shape[1], raw.dtype, raw.device)
+        needs_temporaries = not overwrite or self.with_entropy or self.transform.soft_cap is not None
+        for block in blocks if needs_temporaries or row_numbers is not None else [slice(None)]:
+            part = raw[block] if row_numbers is None else raw.index_select(0, row_numbers[block])
+            self._add_block(part, None if labels is None else labels[block], state[:, block], first_column, overwrite)
+        if is_last:
+            self._finish(state, results)
+
+    def _add_block(self, raw: Tensor, labels: Tensor | None, state: Tensor, first_column: int, overwrite: bool) -> None:
+        top, total, moment, at_label = state
+        logits, factor = self.transform.unscaled(raw)
+        if labels is not None:
+            columns = (labels - first_column).unsqueeze(1)
+            inside = (columns >= 0) & (columns < raw.shape[1])
+            found = logits.gather(1, columns.clamp(0, raw.shape[1] - 1)).to(state.dtype)
+            # Where the label is in another slice, what that one wrote stays; before the first slice there is nothing.
+            at_label.copy_(found[:, 0] if first_column == 0 else torch.where(inside, found, at_label[:, None])[:, 0])
+        peak = logits.amax(1).to(state.dtype)
+        if first_column > 0:
+            peak = torch.maximum(peak, top)
+        reference = _finite(peak)
+        # Promotes low precision to float32 in the same pass.
+        out = logits if overwrite or logits is not raw else None
+        below = torch.add(-reference.mul(factor)[:, None], logits, alpha=factor, out=out)
+        moments = None
+        if self.with_entropy:
+            below.clamp_(min=_LOG_OF_ZERO)
+            weights = below.exp()
+            sums, moments = weights.sum(1), weights.mul_(below).sum(1)
+        else:
+            sums = below.exp_().sum(1)
+        if first_column > 0:
+            shift = top.sub(reference).mul_(factor).clamp_(min=_LOG_OF_ZERO)
+            fade = shift.exp()
+            moments = None if moments is None else moments + fade * (moment + total * shift)
+            sums = sums + total * fade
+        top.copy_(peak)
+        total.copy_(sums)
+        if moments is not None:
+            moment.copy_(moments)
+
+    def _finish(self, state: Tensor, results: RowStatistics) -> None:
+        top, total, moment, at_label = state
+        reference = _finite(top)
+        mass = total.masked_fill(total == 0, 1.0)  # only in a row with nothing but -inf: no mass, normaliser 0
+        log_mass = mass.log()
+        torch.add(log_mass, reference, alpha=self.transform.factor, out=results.log_normalizer)
+        if results.log_probs is not None:
+            torch.add(-log_mass, at_label - reference, alpha=self.transform.factor, out=results.log_probs)
+        if results.entropy is not None:
+            torch.sub(log_mass, moment / mass, out=results.entropy)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """A number to measure logits from: -inf - -inf is NaN, and any finite one does for a row with nothing else."""
+    return top.masked_fill(top == -torch.inf, 0.0)
+
+
+class RowGradients(NamedTuple):
+    """What arrives at the results of rows in backward, with the statistics that it is multiplied into; each (R,)."""
+
+    statistics: RowStatistics
+    labels: Tensor | None
+    log_probs: Tensor | None  # dL / d log-probs, None for zeros
+    entropy: Tensor | None  # dL / d entropy, None for zeros
+
+    def rows(self, part: slice) -> RowGradients:
+        return RowGradients(
+            self.statistics.rows(part),
+            None if self.labels is None else self.labels[part],
+            None if self.log_probs is None else self.log_probs[part],
+            None if self.entropy is None else self.entropy[part],
+        )
+
+
+def row_gradient_(raw: Tensor, rows: RowGradients, transform: LogitTransform, first_column: int = 0) -> None:
+    """Overwrites raw logits (R, C), the columns from `first_column` on, with the gradient with respect to them.
+
+    With g and e the gradients that arrive at log-prob and entropy, and y the logits of the softmax:
 
         dL/dy_j = g * (1[j = label] - p_j) - e * p_j * (log p_j + entropy)
-
-    The label's entry comes from its saved log-prob, with -expm1(log p) for 1 - p: in bfloat16, 1 minus a rounded p
-    would be 0 for every token that the model is sure of.
     """
-    constant = torch.zeros_like(statistics.log_normalizer)
-    per_log_prob = at_label = None
-    if grad_entropy is not None:
-        assert statistics.entropy is not None
-        constant = constant - grad_entropy * statistics.entropy
-        per_log_prob = grad_entropy * -transform.slope
-    if grad_log_probs is not None:
-        assert statistics.log_probs is not None and labels is not None
-        constant = constant - grad_log_probs
-        at_label = -grad_log_probs * torch.expm1(statistics.log_probs)
-        if grad_entropy is not None and statistics.entropy is not None:
-            log_probs = statistics.log_probs.clamp(min=_LOG_OF_ZERO)
-            at_label = at_label - grad_entropy * log_probs.exp() * (log_probs + statistics.entropy)
-        if transform.soft_cap is not None:
-            squashed = (statistics.log_probs + statistics.log_normalizer) * (transform.temperature / transform.soft_cap)
-            at_label = at_label * (1.0 - squashed.square())
-        at_label = at_label * transform.slope
-    return RowCoefficients(
-        log_normalizer=statistics.log_normalizer,
-        constant=constant * transform.slope,
-        per_log_prob=per_log_prob,
-        labels=None if at_label is None else labels,
-        at_label=at_label,
-    )
-
-
-def row_gradient_(raw: Tensor, rows: RowCoefficients, transform: LogitTransform, first_column: int = 0) -> None:
-    """Overwrites raw logits (R, C), the columns from `first_column` on, with the gradient with respect to them."""
+    if (kernels := kernels_for(raw)) is not None:
+        kernels.gradient(raw, raw, rows, first_column, transform)
+        return
+    constant, per_log_prob, at_label = _row_coefficients(rows, transform)
+    log_normalizer = rows.statistics.log_normalizer
     in_place = raw.dtype == accumulation_dtype(raw.dtype) and transform.soft_cap is None
     blocks = row_blocks(raw.shape[0], raw.shape[1], raw.dtype, raw.device)
-    for block in [slice(None)] if in_place and rows.per_log_prob is None else blocks:
+    for block in [slice(None)] if in_place and per_log_prob is None else blocks:
         logits, factor = transform.unscaled(raw[block])
-        log_probs = torch.add(-rows.log_normalizer[block, None], logits, alpha=factor, out=logits if in_place else None)
-        weights = rows.constant[block, None]
-        if rows.per_log_prob is not None:
+        log_probs = torch.add(-log_normalizer[block, None], logits, alpha=factor, out=logits if in_place else None)
+        weights = constant[block, None]
+        if per_log_prob is not None:
             log_probs.clamp_(min=_LOG_OF_ZERO)
-            weights = torch.addcmul(weights, log_probs, rows.per_log_prob[block, None])
+            weights = torch.addcmul(weights, log_probs, per_log_prob[block, None])
         if transform.soft_cap is not None:
             weights = weights * logits.square_().neg_().add_(1.0)  # here `logits` is the tanh, and ours to overwrite
         torch.mul(log_probs.exp_(), weights, out=raw[block])
-    if rows.labels is None or rows.at_label is None:
+    if rows.labels is None or at_label is None:
         return
     columns = (rows.labels - first_column).unsqueeze(1)
     inside = (columns >= 0) & (columns < raw.shape[1])
     columns.clamp_(0, raw.shape[1] - 1)
     # Every row writes; one whose label is elsewhere writes what is there already: no host sync to find out which.
-    raw.scatter_(1, columns, torch.where(inside, rows.at_label.unsqueeze(1).to(raw.dtype), raw.gather(1, columns)))
+    raw.scatter_(1, columns, torch.where(inside, at_label.unsqueeze(1).to(raw.dtype), raw.gather(1, columns)))
+
+
+def _row_coefficients(rows: RowGradients, transform: LogitTransform) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(a, b, c) with dL/dz_j = p_j * (a + b * log p_j), times 1 - tanh^2 under a cap, and dL/dz_label = c.
+
+    The label's entry comes from its saved log-prob, with -expm1(log p) for 1 - p: in bfloat16, 1 minus a rounded p
+    would be 0 for every token that the model is sure of.
+    """
+    statistics = rows.statistics
+    constant = torch.zeros_like(statistics.log_normalizer)
+    per_log_prob = at_label = None
+    if rows.entropy is not None:
+        assert statistics.entropy is not None
+        constant = constant - rows.entropy * statistics.entropy
+        per_log_prob = rows.entropy * -transform.slope
+    if rows.log_probs is not None:
+        assert statistics.log_probs is not None
+        constant = constant - rows.log_probs
+        at_label = -rows.log_probs * torch.expm1(statistics.log_probs)
+        if rows.entropy is not None and statistics.entropy is not None:
+            log_probs = statistics.log_probs.clamp(min=_LOG_OF_ZERO)
+            at_label = at_label - rows.entropy * log_probs.exp() * (log_probs + statistics.entropy)
+        if transform.soft_cap is not None:
+            squashed = (statistics.log_probs + statistics.log_normalizer) * (transform.temperature / transform.soft_cap)
+            at_label = at_label * (1.0 - squashed.square())
+        at_label = at_label * transform.slope
+    return constant * transform.slope, per_log_prob, at_label

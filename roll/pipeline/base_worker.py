@@ -15,6 +15,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_reward_model_provider, default_value_model_provider
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
+from roll.pipeline.infer_worker import InferWorker as InferWorker  # ROLL's import path
 from roll.pipeline.loss_io import (
     RATIO_TYPES,
     LossCounts,
@@ -24,12 +25,12 @@ from roll.pipeline.loss_io import (
     optional_column,
     policy_metrics,
     report,
+    sampling_metrics,
     surrogate_of,
 )
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
-from roll.utils.generation import postprocess_generate
-from roll.utils.metrics.reduction import append_to_dict
+from roll.utils.metrics.reduction import append_to_dict, flatten_sum
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
 ModelOutput = Tensor | LinearLogits
@@ -75,6 +76,12 @@ class ActorWorker(ModelWorker):
         # Old log-probabilities of response tokens by sample_uuid, for one training step.
         self._old_log_probs_cache: dict[str, Tensor] = {}
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def initialize(self, pipeline_config: Any) -> None:
+        # Configurations that do not sample have no temperature.
+        self.log_prob_temperature = getattr(pipeline_config, "log_prob_temperature", 1.0)
+        super().initialize(pipeline_config)
+
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """PPO on the tokens of `response_mask`, with a ratio for every token. Returns (loss, metrics).
 
@@ -94,16 +101,21 @@ class ActorWorker(ModelWorker):
         """Train on all rows, `ppo_epochs` times, in optimizer steps of `rows_per_optimizer_step` rows a rank.
 
         Which rows make up a step is drawn over the rows of all ranks from the run's seed and step, so it does not
-        depend on the number of ranks. Returns no rows, only `meta_info["metrics"]`.
+        depend on the number of ranks. Returns no rows, only `meta_info["metrics"]`; `actor/sampling_*` are averages
+        over the updates, and `actor/first_*` the same at the first one, before any weight has changed.
         """
         metrics: dict[str, Any] = {}
+        first: dict[str, Any] = {}
         with self.timed("train_step", metrics):
             data = self.strategy.get_data_input(data)
             steps = list(self.optimizer_steps(data, epochs=self.pipeline_config.ppo_epochs))
-            for mini_batch in steps:
-                append_to_dict(metrics, self.strategy.train_step(mini_batch, self.loss_func))
+            for index, mini_batch in enumerate(steps):
+                update = self.strategy.train_step(mini_batch, self.loss_func)
+                if index == 0:
+                    first = first_update_metrics(update)
+                append_to_dict(metrics, update)
             self.clear_old_log_probs_cache()
-        return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, len(steps))})
+        return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, len(steps)) | first})
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
     def compute_log_probs(self, data: DataProto) -> DataProto:
@@ -192,9 +204,15 @@ class ActorWorker(ModelWorker):
             **options,
         )
 
-    def policy_metrics(self, loss: PolicyLoss, terms: PolicyTerms) -> dict[str, Tensor]:
-        """ROLL's metrics of the update, 0-d tensors; `report` turns them into floats."""
-        return policy_metrics(loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts)
+    def policy_metrics(self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None) -> dict[str, Tensor]:
+        """ROLL's metrics of the update, 0-d tensors; `report` turns them into floats. With the batch, also the gap to
+        the log-probabilities of sampling, if it has them."""
+        metrics = policy_metrics(loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts)
+        if data is not None and "infer_logprobs" in data:
+            metrics |= sampling_metrics(
+                terms.log_probs_BT, data["infer_logprobs"], loss.mask_BT, terms.counts["num_tokens"]
+            )
+        return metrics
 
     def train_infer_correction(self, data: DataProto, terms: PolicyTerms) -> LossCorrection:
         """Weights and filter of the loss against the gap to the inference engine.
@@ -287,6 +305,12 @@ class ActorWorker(ModelWorker):
         return log_probs_BT.masked_scatter(known_BT, known.to(log_probs_BT))
 
 
+def first_update_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """`actor/sampling_*` of one optimizer step, under the names `actor/first_*`."""
+    renamed = {key: key.replace("actor/sampling_", "actor/first_", 1) for key in metrics if "/sampling_" in key}
+    return {name: flatten_sum(metrics[key]) if key.endswith("@sum") else metrics[key] for key, name in renamed.items()}
+
+
 class CriticWorker(ModelWorker):
     """A value function that is trained or asked for values."""
 
@@ -340,32 +364,6 @@ class CriticWorker(ModelWorker):
         """(B, S-1) from the value head's (B, S, 1) or (B, S): column t is the value before token t+1."""
         values_BS = output_tensor.squeeze(-1) if output_tensor.ndim == 3 else output_tensor
         return values_BS[:, :-1]
-
-
-class InferWorker(ModelWorker):
-    """A policy that answers prompts."""
-
-    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
-    def generate(self, data: DataProto) -> DataProto:
-        """Answers to left-padded prompts, as right-padded rows with masks (see `postprocess_generate`).
-
-        `meta_info["generation_config"]` has the options of generation; rows that finish early are cut at their end.
-        """
-        metrics: dict[str, Any] = {}
-        generation_config = data.meta_info["generation_config"]
-        with self.timed("generate", metrics):
-            output = self.strategy.generate(data, generation_config)
-        tokenizer = self.strategy.tokenizer
-        result = postprocess_generate(
-            data,
-            output.cpu(),
-            num_return_sequences=generation_config.get("num_return_sequences", 1),
-            sequence_length=self.pipeline_config.sequence_length,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        result.meta_info = {**result.meta_info, "metrics": metrics}
-        return result
 
 
 class RewardWorker(ModelWorker):

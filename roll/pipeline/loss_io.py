@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import Count, count_sequences, count_tokens
+from roll.algorithms.masking import select
 from roll.algorithms.policy_loss import (
     CISPO,
     TOPR,
@@ -24,6 +26,7 @@ Metrics = dict[str, float]
 
 # Names that configurations use, where they differ from those of `roll.algorithms.policy_loss`.
 RATIO_TYPES = {"seq": "sequence"}
+LOG_RATIO_LIMIT = 20.0  # beyond which a ratio is as good as infinite
 
 
 class LossCounts(TypedDict):
@@ -128,6 +131,24 @@ def policy_metrics(loss: PolicyLoss, *, agg_mode: str, counts: LossCounts) -> di
     if loss.entropy is not None:
         metrics["actor/entropy@sum"] = loss.entropy
     return metrics
+
+
+def sampling_metrics(
+    log_probs_BT: Tensor, infer_log_probs_BT: Tensor, mask_BT: Tensor, num_tokens: Count
+) -> dict[str, Tensor]:
+    """How far the policy in training is from the distribution that the tokens were drawn from.
+
+    `gap` is |log p - log q| and `ratio_error` |p / q - 1|, means over tokens; both also at their largest. On-policy all
+    are 0 up to rounding, whatever the advantages.
+    """
+    gap_BT = select(log_probs_BT.detach() - infer_log_probs_BT, mask_BT)
+    error_BT = torch.expm1(gap_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).abs()
+    return {
+        "actor/sampling_gap@sum": gap_BT.abs().sum() / num_tokens,
+        "actor/sampling_gap_max@max": gap_BT.abs().max(),
+        "actor/sampling_ratio_error@sum": error_BT.sum() / num_tokens,
+        "actor/sampling_ratio_error_max@max": error_BT.max(),
+    }
 
 
 def report(metrics: Mapping[str, Tensor | float], mask: Tensor) -> Metrics:

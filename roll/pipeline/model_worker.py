@@ -15,9 +15,9 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.factory import create_strategy
 from roll.distributed.strategy.train_strategy import PLACEHOLDER, TrainStrategy
-from roll.distributed.strategy.weight_sync import TensorSpec
+from roll.distributed.strategy.weight_sync import SyncPlan, TensorSpec
 from roll.models.model_providers import default_actor_model_provider
-from roll.pipeline.mini_batches import ROW_NUMBER, local_rows_of_steps
+from roll.pipeline.mini_batches import NUM_STEPS, ROW_NUMBER, local_rows_of_steps
 from roll.utils.checkpoint_manager import find_checkpoint, role_folder
 from roll.utils.metrics.reduction import flatten_sum
 
@@ -68,6 +68,7 @@ class ModelWorker(Worker):
             epochs=epochs,
             seed=self.pipeline_config.seed + data.meta_info.get("global_step", 0),
             unit=unit,
+            num_steps=data.meta_info.get(NUM_STEPS, {}).get(self.cluster_name),
         )
         for rows in steps:
             mini_batch = data.select_idxs(rows or [0])
@@ -111,3 +112,13 @@ class ModelWorker(Worker):
     def start_model_update(self) -> dict[str, int]:
         """Send or receive the weights. Returns checksums of a sample of them; those of rank 0 count for a source."""
         return self.strategy.model_update()
+
+    def set_policy_version(self, version: int) -> None:
+        """Say which weights the model holds now: generated tokens carry this number."""
+        self.strategy.policy_version = version
+
+    def copy_weights_of(self, source: ModelWorker, plan: SyncPlan) -> tuple[dict[str, int], dict[str, int]]:
+        """Load the weights of another worker of this process. Returns checksums of the sample: as sent, as held."""
+        sent: dict[str, int] = {}
+        self.strategy.receive_weights(plan.buckets_of(source.strategy.named_weights(), sent))
+        return sent, self.weight_checksums(plan.sampled_names)

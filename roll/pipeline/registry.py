@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.compose import compose
 from roll.configs.loader import LoadedConfig, build_config, refuse_unsupported
@@ -14,8 +14,23 @@ from roll.exceptions import ConfigError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+from roll.pipeline.sft.sft_config import SFTConfig
 
-CONFIG_CLASSES: Mapping[str, type[BaseConfig]] = {"dpo": DPOConfig, "rlvr": RLVRConfig, "agentic": AgenticConfig}
+if TYPE_CHECKING:
+    from roll.pipeline.base_pipeline import BasePipeline
+
+CONFIG_CLASSES: Mapping[str, type[BaseConfig]] = {
+    "dpo": DPOConfig,
+    "rlvr": RLVRConfig,
+    "agentic": AgenticConfig,
+    "sft": SFTConfig,
+}
+PIPELINE_CLASSES: Mapping[str, str] = {
+    "dpo": "roll.pipeline.dpo.dpo_pipeline.DPOPipeline",
+    "rlvr": "roll.pipeline.rlvr.rlvr_pipeline.RLVRPipeline",
+    "agentic": "roll.pipeline.agentic.agentic_pipeline.AgenticPipeline",
+    "sft": "roll.pipeline.sft.sft_pipeline.SFTPipeline",
+}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> LoadedConfig:
@@ -35,6 +50,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool =
     except ConfigError as error:
         raise ConfigError(f"{composition.path}: {error}") from None
     return build_config(composition, CONFIG_CLASSES[name], warn=warn)
+
+
+def pipeline_class(config: BaseConfig) -> type[BasePipeline]:
+    """The class that runs a config: its `pipeline_cls`, else that of its kind. Imports it, and torch with it."""
+    # The import is here because this module also serves those who only check a file.
+    from roll.utils.import_utils import import_class
+
+    name = str(getattr(config, "pipeline"))  # noqa: B009, every pipeline's config has it, BaseConfig has not
+    return import_class(config.pipeline_cls or PIPELINE_CLASSES[name])
 
 
 def detect_pipeline(values: Mapping[str, Any]) -> str:
@@ -58,7 +82,8 @@ def detect_pipeline(values: Mapping[str, Any]) -> str:
         return next(iter(found))
     if not found:
         looked_for = "; ".join(f"{name}: {', '.join(own_keys(name)[:6])} ..." for name in CONFIG_CLASSES)
-        raise ConfigError(f"no key says which pipeline this is; add `pipeline:` dpo, rlvr or agentic ({looked_for})")
+        names = ", ".join(CONFIG_CLASSES)
+        raise ConfigError(f"no key says which pipeline this is; add `pipeline:` with one of {names} ({looked_for})")
     signs = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in found.items())
     raise ConfigError(f"keys of several pipelines ({signs}); remove those of the others, or name one with `pipeline:`")
 

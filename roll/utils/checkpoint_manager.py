@@ -9,7 +9,7 @@ Each folder appears whole or not at all, and the pipeline's comes last: a checkp
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,15 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: bool | str) 
 
 
 def save_pipeline_state(
-    output_dir: str | Path, global_step: int, states: Mapping[str, Mapping[str, Any]], *, max_ckpt_to_keep: int = 0
+    output_dir: str | Path,
+    global_step: int,
+    states: Mapping[str, Mapping[str, Any]],
+    *,
+    max_ckpt_to_keep: int = 0,
+    keep_steps: Collection[int] = (),
 ) -> Path:
-    """Complete a checkpoint, after its roles have saved theirs, and delete the oldest beyond `max_ckpt_to_keep`.
+    """Complete a checkpoint, after its roles have saved theirs, and delete the oldest beyond `max_ckpt_to_keep`, those
+    of `keep_steps` excepted.
 
     `states` are the state dicts of what the pipeline itself carries from step to step, by name: the position in the
     data, KL controllers, running moments. They are plain values: JSON keeps Python's floats exactly.
@@ -77,24 +83,38 @@ def save_pipeline_state(
         text = json.dumps({"global_step": global_step, "states": states}, indent=2)
         (temporary / STATE_FILE).write_text(text + "\n")
         torch.save(random_states(), temporary / RANDOM_FILE)
-    prune_checkpoints(output_dir, max_ckpt_to_keep)
+    prune_checkpoints(output_dir, max_ckpt_to_keep, keep_steps)
     return folder
 
 
 def load_pipeline_state(checkpoint: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """(global step, states) of a complete checkpoint; also restores this process's random states."""
-    file = checkpoint / PIPELINE / STATE_FILE
-    try:
-        saved = json.loads(file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
-        raise DataError(f"{file}: cannot be read ({error}); use an earlier checkpoint") from None
+    saved = _read_state(checkpoint)
     restore_random_states(torch.load(checkpoint / PIPELINE / RANDOM_FILE, weights_only=True))
     return saved["global_step"], saved["states"]
 
 
-def prune_checkpoints(output_dir: str | Path, max_ckpt_to_keep: int) -> list[Path]:
-    """Delete all but the newest `max_ckpt_to_keep` complete checkpoints (0 keeps all); returns what was deleted."""
+def read_global_step(checkpoint: Path) -> int:
+    """The steps that were done when the checkpoint was made."""
+    return _read_state(checkpoint)["global_step"]
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / PIPELINE / STATE_FILE
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); use an earlier checkpoint") from None
+
+
+def prune_checkpoints(
+    output_dir: str | Path, max_ckpt_to_keep: int, keep_steps: Collection[int] = ()
+) -> list[Path]:
+    """Delete all but the newest `max_ckpt_to_keep` complete checkpoints (0 keeps all) and those of `keep_steps`;
+    returns what was deleted."""
+    kept = {checkpoint_folder(output_dir, step) for step in keep_steps}
     old = complete_checkpoints(output_dir)[:-max_ckpt_to_keep] if max_ckpt_to_keep > 0 else []
+    old = [folder for folder in old if folder not in kept]
     for folder in old:
         # The marker goes first: a deletion that is interrupted leaves no folder that looks complete.
         shutil.rmtree(folder / PIPELINE)

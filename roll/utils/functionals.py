@@ -247,6 +247,7 @@ def group_reward_norm(
 def get_sample_level_mask(data: DataProto, pipeline_config: SampleMaskSettings) -> tuple[DataProto, Metrics]:
     """Leave out whole rows: those cut off at the maximal length, too easy or too hard ones, and long wrong ones.
 
+    What was cut off is what `finish_reason` says, or, without that column, rows that fill the width of `responses`.
     Writes `final_response_mask` (B, T), `response_mask[:, 1:]` without the rows left out, and `origin_response_mask`.
     """
     cfg: Any = pipeline_config  # thresholds are read only where their mask is on
@@ -256,7 +257,11 @@ def get_sample_level_mask(data: DataProto, pipeline_config: SampleMaskSettings) 
     keep = {"max_len": everything_B, "difficulty": everything_B, "error_len": everything_B}
     columns: dict[str, Tensor] = {"origin_response_mask": response_mask.clone()}
     if cfg.max_len_mask:
-        keep["max_len"] = reward_math.max_length_mask(mask_BT, column(data, "responses").shape[-1])
+        if "finish_reason" in data:
+            is_whole = [reason != "length" for reason in data["finish_reason"]]
+            keep["max_len"] = torch.tensor(is_whole, dtype=torch.bool, device=mask_BT.device)
+        else:
+            keep["max_len"] = reward_math.max_length_mask(mask_BT, column(data, "responses").shape[-1])
     if cfg.difficulty_mask:
         groups = row_groups(data, cfg)
         assert groups is not None

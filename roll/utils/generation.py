@@ -1,12 +1,16 @@
-"""From prompts and generated tokens to the rows that everything after generation works on."""
+"""From prompts to requests, and from generated tokens to the rows that everything after generation works on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from roll.distributed.scheduler.protocol import DataProto
@@ -21,6 +25,7 @@ def postprocess_generate(
     pad_token_id: int,
     output_logprobs: Tensor | None = None,
     pad_to_seq_len: bool = True,
+    response_lens: Tensor | None = None,
 ) -> DataProto:
     """Right-padded rows with their masks, `num_return_sequences` rows for each prompt, in the prompts' order.
 
@@ -30,6 +35,8 @@ def postprocess_generate(
         eos_token_id: the ids that end an answer. The first of them belongs to the answer, what follows does not.
         output_logprobs: (rows, new tokens), the engine's log-probabilities of the new tokens.
         pad_to_seq_len: rows are `sequence_length` wide, else as wide as the longest needs. Longer rows are cut off.
+        response_lens: (rows,), how many new tokens each answer has, where an engine says so; `eos_token_id` is not
+            looked for then.
 
     Returns `input_ids`, `attention_mask`, `position_ids`, `prompt_mask`, `response_mask` (rows, S), `prompts` (left
     padded), `responses`, `prompt_id` and `infer_logprobs` (rows, S-1), column t for token t+1, if given.
@@ -47,9 +54,11 @@ def postprocess_generate(
     attended = prompts["attention_mask"].bool().repeat_interleave(num_return_sequences, dim=0)
     prompt_lens = attended.sum(1, keepdim=True)
     responses = output[:, width:]
-    ends = torch.isin(responses, torch.as_tensor(eos_token_id, device=output.device))
-    response_lens = (ends.cumsum(1) - ends.long() == 0).sum(1, keepdim=True)
-    total_lens = (prompt_lens + response_lens).clamp(max=sequence_length)
+    if response_lens is None:
+        ends = torch.isin(responses, torch.as_tensor(eos_token_id, device=output.device))
+        response_lens = (ends.cumsum(1) - ends.long() == 0).sum(1)
+    lens_R1 = response_lens[:, None]
+    total_lens = (prompt_lens + lens_R1).clamp(max=sequence_length)
     full_width = sequence_length if pad_to_seq_len else int(total_lens.max())
 
     # Column j of a row comes from column j + (left padding of its prompt).
@@ -68,7 +77,7 @@ def postprocess_generate(
         "prompt_mask": prompt_mask,
         "response_mask": response_mask.long(),
         "prompts": prompts["input_ids"].repeat_interleave(num_return_sequences, dim=0),
-        "responses": torch.where(columns_of(responses) < response_lens, responses, pad_token_id),
+        "responses": torch.where(columns_of(responses) < lens_R1, responses, pad_token_id),
     }
     if "prompt_id" in prompts:
         tensors["prompt_id"] = prompts["prompt_id"].repeat_interleave(num_return_sequences, dim=0)
@@ -83,3 +92,86 @@ def postprocess_generate(
 def columns_of(tensor: Tensor) -> Tensor:
     """Column numbers, in the shape of a (rows, columns) tensor."""
     return torch.arange(tensor.shape[1], device=tensor.device).expand_as(tensor)
+
+
+def prompt_requests(prompts: DataProto, generation_config: Mapping[str, Any], *, seed: int) -> list[GenerationRequest]:
+    """A request for each left-padded prompt, with `num_return_sequences` samples.
+
+    The random streams of a prompt's samples are named by its `prompt_id` where there is that column, else by its
+    tokens, and by how often they occurred before: they depend neither on the order of the rows nor on the rank.
+    """
+    num_samples = generation_config.get("num_return_sequences") or 1
+    ids = [
+        tuple(row[attended].tolist())
+        for row, attended in zip(prompts["input_ids"], prompts["attention_mask"].bool(), strict=True)
+    ]
+    names = prompts["prompt_id"].tolist() if "prompt_id" in prompts else [_digest(row) for row in ids]
+    seen: Counter[Any] = Counter()
+    requests = []
+    for row, (prompt_ids, name) in enumerate(zip(ids, names, strict=True)):
+        keys = tuple(f"{name}/{seen[name]}/{sample}" for sample in range(num_samples))
+        seen[name] += 1
+        sampling = SamplingParams.from_config(generation_config, seed=seed, prompt_length=len(prompt_ids))
+        requests.append(GenerationRequest(str(row), prompt_ids, sampling, num_samples, sample_keys=keys))
+    return requests
+
+
+def rows_of_outputs(
+    requests: Sequence[GenerationRequest],
+    outputs: Sequence[GenerationOutput],
+    *,
+    sequence_length: int,
+    pad_token_id: int,
+    pad_to_seq_len: bool = True,
+    prompts: DataProto | None = None,
+) -> DataProto:
+    """The rows of `postprocess_generate`, a row for each output, in the outputs' order, from what an engine answered.
+
+    Besides its columns: `infer_logprobs` (rows, S-1), and for each row `finish_reason`, `policy_version` and
+    `drop_reason` (None, or why there is no answer: the row then has no response token). The outputs of an interrupted
+    request must have been joined: `token_ids` are the whole response.
+
+    Args:
+        requests: all that `outputs` name.
+        prompts: (P, width) left padded, whose `input_ids` become the column `prompts` and whose `prompt_id` and
+            `meta_info` are kept; then there are equally many outputs for each, in order.
+    """
+    request_of = {request.request_id: request for request in requests}
+    if prompts is None:
+        prompts = _left_padded([request_of[output.request_id].prompt_ids for output in outputs], pad_token_id)
+    group = len(outputs) // len(prompts)
+    answers = [output.token_ids for output in outputs]
+    values = [output.log_probs for output in outputs]
+    most = max([1, *(len(answer) for answer in answers)])
+    tokens = torch.tensor([answer + [pad_token_id] * (most - len(answer)) for answer in answers])
+    log_probs = torch.tensor([value + [0.0] * (most - len(value)) for value in values])
+    rows = postprocess_generate(
+        prompts,
+        torch.cat([prompts["input_ids"].cpu().repeat_interleave(group, dim=0), tokens], dim=1),
+        num_return_sequences=group,
+        sequence_length=sequence_length,
+        eos_token_id=(),
+        pad_token_id=pad_token_id,
+        output_logprobs=log_probs,
+        pad_to_seq_len=pad_to_seq_len,
+        response_lens=torch.tensor([len(answer) for answer in answers]),
+    )
+    facts = {
+        "finish_reason": [output.finish_reason for output in outputs],
+        "policy_version": [output.policy_version for output in outputs],
+        "drop_reason": [output.error for output in outputs],
+    }
+    return type(rows)(rows.batch, facts, rows.meta_info)
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> DataProto:
+    from roll.distributed.scheduler.protocol import DataProto
+
+    width = max(len(ids) for ids in prompts)
+    rows = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts])
+    lengths = torch.tensor([[len(ids)] for ids in prompts])
+    return DataProto.from_dict({"input_ids": rows, "attention_mask": (columns_of(rows) >= width - lengths).long()})
+
+
+def _digest(ids: tuple[int, ...]) -> str:
+    return hashlib.blake2b(repr(ids).encode(), digest_size=12).hexdigest()

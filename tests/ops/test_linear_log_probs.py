@@ -151,7 +151,7 @@ def test_the_size_of_a_piece_changes_nothing(
     """Slices of the vocabulary, bands of rows, blocks of rows: all of them more than one."""
     given = inputs(rows=(40,), hidden_size=16, vocab=777, dtype=dtype)
     whole = run(given, chunk_rows=1000, vocab_size=770)
-    limits = softmax_rows.PieceLimits(1, 5000, min_rows=3, min_columns=min_columns, row_multiple=2)
+    limits = softmax_rows.PieceLimits(1, 5000, min_columns=min_columns, column_multiple=2)
     monkeypatch.setattr(softmax_rows, "CPU_LIMITS", limits)
     tolerance = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 5e-3}[dtype]
     for found, expected in zip(run(given, vocab_size=770), whole, strict=True):
@@ -329,7 +329,7 @@ def test_the_gradient_of_a_sure_token_keeps_its_digits() -> None:
 
 def test_no_tensor_of_the_size_of_the_logits_is_made_or_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows, hidden_size, vocab, chunk_rows = 96, 4, 5000, 8
-    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1 << 20, 1 << 16, 1, 16, 1))
+    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1 << 20, 1 << 16, 16, 64))
     given = inputs((num_rows,), hidden_size, vocab, dtype=torch.float32)
     saved: list[int] = []
 

@@ -131,7 +131,7 @@ def test_gradcheck() -> None:
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels, mask = random(50, 64, dtype=torch.float32), torch.randint(0, 64, (50,)), random(50) > 0
     whole, masked = both_from_logits(logits, labels), both_from_logits(logits, labels, mask)
-    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1, 7 * 64 * 4, 1, 1, 1))
+    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1, 7 * 64 * 4, 1, 1))
     for found, expected in zip(both_from_logits(logits, labels), whole, strict=True):
         assert torch.equal(found, expected)
     for found, expected in zip(both_from_logits(logits, labels, mask), masked, strict=True):
@@ -202,7 +202,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 def test_backward_makes_one_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1, 8000, 1, 1, 1))
+    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1, 8000, 1, 1))
     output, ids = random(4, 20, 500, dtype=torch.bfloat16).requires_grad_(), torch.randint(0, 500, (4, 20))
     size = output.numel()
     mask = (torch.rand(4, 20, generator=torch.Generator().manual_seed(0)) > 0.3).long()

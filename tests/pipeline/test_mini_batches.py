@@ -60,6 +60,17 @@ def test_pairs_go_to_the_same_rank():
     assert tokens == [12, 14] or tokens == [14, 12]
 
 
-def test_rows_that_cannot_be_dealt_evenly_are_refused():
-    with pytest.raises(ValueError, match="6 rows cannot be dealt to 4 ranks"):
-        balance_ranks(batch_of([1] * 6), 4)
+def test_ranks_that_do_not_divide_the_rows_get_one_row_more_or_less():
+    balanced = balance_ranks(batch_of([9, 1, 1, 5, 5, 1]), 4)
+    pieces = balanced.chunk(4)
+    assert [len(piece) for piece in pieces] == [2, 2, 1, 1]
+    assert sorted(balanced[ROW_NUMBER].tolist()) == list(range(6))
+    # The longest row is alone, and no rank has more than it.
+    assert sorted(int(piece["attention_mask"].sum()) for piece in pieces)[-1] == 9
+
+
+def test_rows_that_cannot_be_dealt_are_refused():
+    with pytest.raises(ValueError, match="3 rows cannot be dealt to 4 ranks"):
+        balance_ranks(batch_of([1, 2, 3]), 4)
+    with pytest.raises(ValueError, match="6 rows cannot be dealt to 2 ranks in units of 2"):
+        balance_ranks(batch_of([1, 2, 3, 1, 2, 3]), 2, unit=2)

@@ -21,6 +21,7 @@ from roll.pipeline.registry import CONFIG_CLASSES, detect_pipeline, load_config,
         ({"rewards": {}}, "rlvr"),
         ({"train_env_manager": {}}, "agentic"),
         ({"reward_normalization": {}, "pretrain": "x"}, "agentic"),
+        ({"stop_at_exact_match": 0.5, "validation": {}}, "sft"),
     ],
 )
 def test_detection(values, pipeline):
@@ -32,7 +33,7 @@ def test_no_sign_of_a_pipeline_lists_what_was_looked_for():
         detect_pipeline({"pretrain": "x", "adv_estimator": "grpo"})
     message = str(caught.value)
     assert message.startswith(
-        "no key says which pipeline this is; add `pipeline:` dpo, rlvr or agentic (dpo: loss_type,"
+        "no key says which pipeline this is; add `pipeline:` with one of dpo, rlvr, agentic, sft (dpo: loss_type,"
     )
     assert "agentic: custom_envs, train_env_manager" in message and "num_return_sequences_in_group" in message
 
@@ -44,7 +45,7 @@ def test_signs_of_two_pipelines_are_both_shown():
 
 def test_an_unknown_pipeline_suggests_the_nearest():
     with pytest.raises(
-        ConfigError, match=r'pipeline: found "rlv" .*, expected one of dpo, rlvr, agentic; did you mean "rlvr"'
+        ConfigError, match=r'pipeline: found "rlv" .*, expected one of dpo, rlvr, agentic, sft; did you mean "rlvr"'
     ):
         detect_pipeline({"pipeline": "rlv"})
     with pytest.raises(ConfigError, match=r"pipeline: found 3"):

@@ -3,8 +3,9 @@
     updates = ModelUpdateGroup(actor_train, actor_infer, bucket_megabytes=1024)
     metrics = updates.model_update(global_step)
 
-Roles of one process share the storage of their weights, so there is nothing to send; otherwise rank 0 of the source
-broadcasts. The checksums of a sample of tensors are compared on every target rank each time.
+Roles of one process share the storage of their weights, so there is nothing to send; where they cannot (an engine with
+a layout of its own, another precision), the target copies them. Otherwise rank 0 of the source broadcasts. The
+checksums of a sample of tensors are compared on every target rank each time.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ class ModelUpdateGroup:
         self.tgt_cluster = tgt_cluster
         self.frequency = frequency
         self.plan: SyncPlan
+        self.is_local = all(
+            cluster.backend_name == "local" and cluster.world_size == 1 for cluster in (src_cluster, tgt_cluster)
+        )
         self.is_shared = self._share_storage()
         specs: list[TensorSpec] = src_cluster.execute_all_sync("weight_specs")[0]
         if not self.is_shared:
             dtypes = {spec.name: spec.dtype for spec in tgt_cluster.execute_all_sync("weight_specs")[0]}
             specs = [TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype)) for spec in specs]
         self.plan = plan_sync(specs, bucket_megabytes * 2**20)
-        if not self.is_shared:
+        if not self.is_local:
             self._connect(timedelta(seconds=timeout))
 
     def model_update(self, global_step: int) -> dict[str, Any]:
@@ -50,6 +54,10 @@ class ModelUpdateGroup:
         if self.is_shared:
             sent = self.src_cluster.execute_rank_zero_sync("weight_checksums", self.plan.sampled_names)
             received = [self.tgt_cluster.execute_rank_zero_sync("weight_checksums", self.plan.sampled_names)]
+        elif self.is_local:
+            source = self.src_cluster.workers[0]
+            sent, held = self.tgt_cluster.execute_rank_zero_sync("copy_weights_of", source, self.plan)
+            received = [held]
         else:
             targets = self.tgt_cluster.execute_all_async("start_model_update")
             sources = self.src_cluster.execute_all_async("start_model_update")
@@ -57,6 +65,7 @@ class ModelUpdateGroup:
             received = self.tgt_cluster.gather(targets, "start_model_update")
         compare_checksums(sent, received)
         self.tgt_cluster.process_weights_after_loading()
+        self.tgt_cluster.execute_all_sync("set_policy_version", global_step)
         return {
             f"time/{self.src_cluster.cluster_name}/model_update/total": time.monotonic() - started,
             # 32 bits of it: a float holds them exactly, so that trackers and people can compare runs.
@@ -65,10 +74,7 @@ class ModelUpdateGroup:
 
     def _share_storage(self) -> bool:
         """Let a target in this process use the source's weights themselves, if both are single workers here."""
-        source, target = self.src_cluster, self.tgt_cluster
-        if not all(cluster.backend_name == "local" and cluster.world_size == 1 for cluster in (source, target)):
-            return False
-        return target.workers[0].share_weights_of(source.workers[0])
+        return self.is_local and self.tgt_cluster.workers[0].share_weights_of(self.src_cluster.workers[0])
 
     def _connect(self, timeout: timedelta) -> None:
         host, port = self.src_cluster.execute_rank_zero_sync("free_address")

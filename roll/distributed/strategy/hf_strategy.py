@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider
 from roll.distributed.strategy.train_strategy import TrainStrategy
-from roll.models.linear_head import plain_logits
+from roll.engines.engine import end_tokens
+from roll.engines.hf_engine import HFEngine
+from roll.models.lora import base_model
+
+if TYPE_CHECKING:
+    from roll.distributed.executor.worker import Worker
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -23,26 +27,36 @@ class HfInferStrategy(InferenceStrategy):
 
     strategy_name = "hf_infer"
 
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._engine: HFEngine | None = None
+
     def initialize(self, model_provider: ModelProvider) -> None:
         self.build_model(model_provider)
         self.model.requires_grad_(False).to(self.device)
 
-    def generate(self, batch: DataProto, generation_config: Mapping[str, Any]) -> Tensor:
-        """Continue left-padded prompts with the model's own `generate`: (rows * num_return_sequences, prompt + new)."""
-        with torch.no_grad(), plain_logits(self.model):
-            return cast("Any", self.model).generate(
-                input_ids=batch["input_ids"].to(self.device),
-                attention_mask=batch["attention_mask"].to(self.device),
+    @property
+    def generation_engine(self) -> HFEngine:
+        """Our own sampling loop over the model of this strategy, which may be the one that is trained."""
+        model = self.unwrap_model()
+        if self._engine is None:
+            self._engine = HFEngine(
+                model,
                 pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.tokenizer.eos_token_id,
-                **generation_config,
+                eos_token_ids=end_tokens(self.tokenizer, base_model(model).generation_config),
+                decode=self.tokenizer.decode,
+                max_batch_size=self.strategy_config.get("max_batch_size"),
             )
+        self._engine.model = model
+        self._engine.policy_version = self.policy_version
+        return self._engine
 
 
 class HfTrainStrategy(TrainStrategy):
     """A model that trains on one device; several ranks are replicas whose gradients are summed once a step."""
 
     strategy_name = "hf_train"
+    fuses_optimizer = True
 
     def initialize(self, model_provider: ModelProvider) -> None:
         self.build_model(model_provider)

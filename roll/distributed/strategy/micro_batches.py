@@ -97,7 +97,8 @@ def split_to(plan: list[Rows], num_micro_batches: int, *, unit: int = 1) -> list
 
 def make_micro_batch(batch: DataProto, rows: Rows, *, round_to: int = 1) -> MicroBatch:
     """Select `rows` and narrow every tensor of the full width S, or S-1, to the columns that these rows attend to."""
-    selected = batch.select_idxs(rows)
+    # The whole batch as one micro-batch is the usual case, and needs no copy.
+    selected = batch.slice() if rows == list(range(len(batch))) else batch.select_idxs(rows)
     attention_mask = selected["attention_mask"]
     full_width = attention_mask.shape[1]
     first, stop = row_windows(attention_mask)

@@ -31,6 +31,7 @@ from roll.distributed.strategy.micro_batches import (
 )
 from roll.distributed.strategy.ranks import Ranks
 from roll.distributed.strategy.weight_sync import SyncPlan, WeightChannel, checksum
+from roll.engines.engine import Engine
 from roll.models.linear_head import use_linear_logits
 from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
 from roll.models.model_providers import default_tokenizer_provider
@@ -68,6 +69,7 @@ class InferenceStrategy(ABC):
         self.ranks = Ranks.alone(self.device)
         self.weight_channel: WeightChannel | None = None
         self.sync_plan = SyncPlan(())
+        self.policy_version = 0  # of the weights; whoever brings new ones sets it
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class InferenceStrategy(ABC):
         width = batch["attention_mask"].shape[1]
         pieces: dict[str, list[Tensor]] = {}
         order: Rows = []
-        self.model.eval()
+        self.set_training(False)
         with torch.no_grad(), self._adapter_context(batch):
             plan = self.same_length_on_all_ranks(self._plan_inference(batch))
             for rows, micro in zip(plan, self._micro_batches(batch, plan), strict=True):
@@ -136,6 +138,11 @@ class InferenceStrategy(ABC):
                 order.extend(micro.rows)
         back = torch.tensor(order).argsort()
         return {key: torch.cat(values)[back] for key, values in pieces.items()}
+
+    def set_training(self, mode: bool) -> None:
+        """Switch dropout on or off. Going through all modules takes as long as a small layer, so only on a change."""
+        if self.model.training != mode:
+            self.model.train(mode)
 
     def forward_model(self, data: DataProto) -> ModelOutput:
         """One forward pass of the model over a micro-batch; logits are not built when the head allows it."""
@@ -167,8 +174,9 @@ class InferenceStrategy(ABC):
         assert entropy is not None
         return entropy
 
-    def generate(self, batch: DataProto, generation_config: Mapping[str, Any]) -> Tensor:
-        """Continue left-padded prompts: token ids (rows * num_return_sequences, prompt + new tokens)."""
+    @property
+    def generation_engine(self) -> Engine:
+        """What answers generation requests with this model."""
         raise RuntimeError(f"{self.strategy_name} does not generate; give this role the strategy hf_infer or vllm")
 
     def get_metrics(self, metric_names: Collection[str] | None = None) -> Metrics:
@@ -219,6 +227,11 @@ class InferenceStrategy(ABC):
             for name, weight in weights.items():
                 own[name].copy_(weight)
 
+    def receive_weights(self, buckets: Iterator[Mapping[str, Tensor]]) -> None:
+        """Write all weights into the model; the tensors of a bucket are gone when the next one is asked for."""
+        for bucket in buckets:
+            self.update_weights(bucket)
+
     @property
     def holds_whole_model(self) -> bool:
         """Whether `model`'s parameters are the whole weights, not shards or placeholders of them."""
@@ -238,8 +251,7 @@ class InferenceStrategy(ABC):
         """Send or receive all weights, according to the role in the channel. Returns checksums of the sample."""
         channel = self.weight_channel
         if channel is not None and channel.rank > 0:
-            for bucket in channel.receive(self.sync_plan):
-                self.update_weights(bucket)
+            self.receive_weights(channel.receive(self.sync_plan))
             return self.weight_checksums(self.sync_plan.sampled_names)
         weights = self.named_weights()
         if channel is not None:

@@ -61,6 +61,7 @@ class TrainStrategy(InferenceStrategy):
 
     is_trainable: ClassVar[bool] = True
     scales_loss: ClassVar[bool] = False  # whether fp16 gradients are kept from vanishing
+    fuses_optimizer: ClassVar[bool] = False  # whether all weights are updated by one kernel; not with sharded ones
 
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -78,7 +79,8 @@ class TrainStrategy(InferenceStrategy):
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients to at most `max_norm`; returns the norm before, over all ranks."""
-        return torch.nn.utils.clip_grad_norm_(self.trainable_parameters(), max_norm)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def apply_gradients(self) -> None:
         self.optimizer.step()
@@ -110,7 +112,7 @@ class TrainStrategy(InferenceStrategy):
         """
         counts = self.global_counts(batch)
         plan = self._plan_training(batch)
-        self.model.train()
+        self.set_training(True)
         metrics: Metrics = {}
         losses: list[Tensor] = []
         for index, micro in enumerate(self._micro_batches(batch, plan)):
@@ -312,6 +314,7 @@ class TrainStrategy(InferenceStrategy):
             lr=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             weight_decay=args.weight_decay,
+            fused=self.fuses_optimizer or None,
         )
         self.make_scheduler(self.optimizer)
 

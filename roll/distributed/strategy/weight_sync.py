@@ -45,6 +45,19 @@ class SyncPlan:
         count = min(CHECKSUM_SAMPLE, len(names))
         return frozenset(names[round(i * (len(names) - 1) / max(count - 1, 1))] for i in range(count))
 
+    def buckets_of(self, weights: Iterator[tuple[str, Tensor]], sums: dict[str, int]) -> Iterator[dict[str, Tensor]]:
+        """`weights`, which come in the plan's order, in its buckets and dtypes; fills `sums` for the sampled names."""
+        sampled = self.sampled_names
+        for bucket in self.buckets:
+            tensors: dict[str, Tensor] = {}
+            for spec in bucket:
+                name, weight = next(weights)
+                assert name == spec.name, f"expected {spec.name}, got {name}"
+                tensors[name] = weight.to(spec.dtype)
+                if name in sampled:
+                    sums[name] = checksum(tensors[name])
+            yield tensors
+
 
 def plan_sync(specs: Iterable[TensorSpec], bucket_bytes: int) -> SyncPlan:
     """Consecutive tensors of one dtype in buckets of at most `bucket_bytes`; a larger tensor travels alone."""
@@ -97,14 +110,10 @@ class WeightChannel:
     def send(self, plan: SyncPlan, weights: Iterator[tuple[str, Tensor]]) -> dict[str, int]:
         """Broadcast `weights`, which come in the plan's order, in buckets. Returns the checksums of the sample."""
         sums: dict[str, int] = {}
-        for bucket in plan.buckets:
+        for bucket, tensors in zip(plan.buckets, plan.buckets_of(weights, sums), strict=True):
             flat = torch.empty(_length(bucket), dtype=bucket[0].dtype, device=self.device)
-            for spec, view in zip(bucket, _views(flat, bucket), strict=True):
-                name, weight = next(weights)
-                assert name == spec.name, f"expected {spec.name}, got {name}"
+            for view, weight in zip(_views(flat, bucket), tensors.values(), strict=True):
                 view.copy_(weight)
-                if name in plan.sampled_names:
-                    sums[name] = checksum(view)
             self.broadcast(flat)
         return sums
 

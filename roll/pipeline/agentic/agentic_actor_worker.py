@@ -34,5 +34,5 @@ class ActorWorker(BaseActorWorker):
             is_weight_BT=correction.is_weight_BT,
             keep_BT=correction.keep_BT,
         )
-        metrics = self.policy_metrics(loss, terms) | correction.metrics
+        metrics = self.policy_metrics(loss, terms, data) | correction.metrics
         return loss.total, report(metrics, loss.mask_BT)

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from roll.configs.base_config import PPOConfig, RouterArguments
 from roll.configs.batch_plan import division_problems
@@ -27,6 +27,7 @@ from roll.configs.config_model import (
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
 from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
+from roll.exceptions import ConfigError
 
 NormType = Literal["batch", "group"] | None
 
@@ -72,17 +73,64 @@ class LLMProxyConfig(ConfigModel):
     """Options of the proxy."""
 
 
+_ENV_TIMEOUT = NoEffect("environments that hang are ended after env_timeout and counted")
+
+
 class EnvMonitorConfig(ConfigModel):
     """Watches for environments that no longer answer."""
 
-    enable: bool = True
+    enable: Annotated[bool, _ENV_TIMEOUT] = True
     """Watch."""
 
-    monitor_interval: Positive = 30.0
+    monitor_interval: Annotated[Positive, _ENV_TIMEOUT] = 30.0
     """Seconds between two looks."""
 
-    hung_timeout: Positive = 3600.0
+    hung_timeout: Annotated[Positive, _ENV_TIMEOUT] = 3600.0
     """Seconds without a sign of life after which an environment is reported."""
+
+
+class EnvTemplate(ConfigModel):
+    """An entry of `custom_envs`: one kind of environment, and what the policy reads in it.
+
+    Placeholders of the templates: {observation} {env_instruction} {suffix} {turn_idx} {actions_left}
+    {max_response_length}; with StepEnvManager also {history} {history_length} {step_count} {current_step}
+    {current_observation}.
+    """
+
+    env_type: str | None = None
+    """Id of the environment (frozen_lake, sokoban, guess_number ...), its dotted path, or gymnasium:ID, gem:ID."""
+
+    env_config: dict[str, Any] = Field(default_factory=dict)
+    """The environment's own options."""
+
+    env_manager_cls: str = "roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
+    """Dotted path of the class that makes prompts: of whole conversations, or (StepEnvManager) of every turn alone."""
+
+    max_steps: AtLeastOne = 100
+    """Turns after which an episode ends."""
+
+    max_tokens_per_step: AtLeastOne | None = None
+    """Longest answer, in tokens; null is `max_new_tokens` of the sampling."""
+
+    agent_system_template: str | None = None
+    """System message; null has none."""
+
+    agent_template: str = "{observation}"
+    """Message of a turn."""
+
+    history_length: AtLeastZero = 3
+    """Past turns in {history}."""
+
+    use_thread_lock: Annotated[bool, NoEffect("environments do not share a thread")] = False
+    """Let one environment step at a time."""
+
+    max_env_step_concurrent: Annotated[Whole, NoEffect("max_env_num_per_worker says how many share a process")] = 0
+    """Environments of a worker that step at the same time."""
+
+    @field_validator("env_config", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
 
 
 class RewardConfig(WorkerConfig):
@@ -127,6 +175,18 @@ class EnvManagerConfig(WorkerConfig):
 
     group_filter_cls: str = "roll.pipeline.agentic.agentic_pipeline.GroupFilter"
     """Dotted path of the class that may drop a finished group."""
+
+    env_timeout: Positive = 60.0
+    """Seconds that one reset or step may take; an environment that takes longer is ended and counted."""
+
+    env_retries: AtLeastZero = 1
+    """Times that an episode is started again after its environment failed; then its group goes on without it."""
+
+    env_isolation: bool = True
+    """Play environments in a process per worker, which can be killed; false plays them in this one, for debugging."""
+
+    env_wait: NonNegative = 2.0
+    """Seconds that ready environments wait for slower ones, so that the policy answers all of them at once."""
 
     @model_validator(mode="after")
     def _settle_groups(self) -> Self:
@@ -195,7 +255,7 @@ class AgenticConfig(PPOConfig):
     """Use rewards per token."""
 
     batch_adjust_mode: Literal["copy", "delete", "auto", "random_sample"] = "copy"
-    """What happens to rows that do not fill an optimizer step, where their number is known only after generation."""
+    """Rows that do not divide by the optimizer steps: dealt out (copy, auto), some deleted, or a random part taken."""
 
     episode_reward_weight: NonNegative = 1.0
     """Weight of the episode's score in GiGPO."""
@@ -209,16 +269,22 @@ class AgenticConfig(PPOConfig):
     ratio_type: Literal["token", "segment", "seq"] = "token"
     """Tokens that share one probability ratio: each alone, those of a turn, or all of a row."""
 
+    log_samples_per_step: AtLeastZero | None = 64
+    """Samples that are written to the run's folder in each step, for the report; null writes all, 0 none."""
+
     exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"
     """Mode of a sandbox."""
 
-    partial_gpu_mode: bool = True
+    partial_gpu_mode: Annotated[bool, NoEffect("roles keep the GPUs that device_mapping gives them")] = True
     """Let training take some of the GPUs of generation for the time it needs them."""
 
-    parse_tool_call_parameter_to_dict: bool = False
+    global_template: str = "native"
+    """Chat template of all environments; `native` is the one that comes with the tokenizer."""
+
+    parse_tool_call_parameter_to_dict: Annotated[bool, NoEffect("answers are texts")] = False
     """Parse the parameters of tool calls before the chat template sees them."""
 
-    skip_mock_system_prompt: bool = False
+    skip_mock_system_prompt: Annotated[bool, NoEffect("later turns are cut out of a rendered conversation")] = False
     """Do not let the chat template add its own system prompt."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
@@ -237,9 +303,10 @@ class AgenticConfig(PPOConfig):
         for name, batch_size in (("train_env", self.rollout_batch_size), ("val_env", self.val_batch_size)):
             role = self.all_roles()[name]
             path = role.model_args.model_name_or_path or self.pretrain
+            own = role.generating_args if name == "val_env" else None  # validation may be greedy, say
             self._change_role(
                 name,
-                generating_args=sampling,
+                generating_args=own or sampling,
                 model_args=role.model_args.model_copy(update={"model_name_or_path": path}),
                 max_traj_per_env=self._trajectories_per_env(name, batch_size),
             )
@@ -257,6 +324,7 @@ class AgenticConfig(PPOConfig):
 
     def _problems(self) -> list[Problem]:
         problems = super()._problems() + self._batch_problems() + self._env_problems("train_env_manager")
+        problems += self._template_problems()
         if self.eval_steps > 0:
             problems += self._validation_problems() + self._env_problems("val_env_manager")
         return problems
@@ -296,6 +364,19 @@ class AgenticConfig(PPOConfig):
             problems.append(wrong(f"{key}.tags", tag, expected, did_you_mean(tag, self.custom_envs)))
         return problems
 
+    def env_template(self, tag: str) -> EnvTemplate:
+        """The entry of `custom_envs` for a tag, checked."""
+        return EnvTemplate(**self.custom_envs[tag])
+
+    def _template_problems(self) -> list[Problem]:
+        problems = []
+        for tag in self.custom_envs:
+            try:
+                self.env_template(tag)
+            except ConfigError as error:
+                problems.append(Problem(f"custom_envs.{tag}", str(error)))
+        return problems
+
     def all_roles(self) -> dict[str, WorkerConfig]:
         return {**super().all_roles(), "train_env": self.train_env_manager, "val_env": self.val_env_manager}
 
@@ -318,6 +399,8 @@ class AgenticConfig(PPOConfig):
         problems = super().missing_for_training()
         if not self.custom_envs:
             problems.append(Problem("custom_envs", "missing; define the environments that the tags name"))
+        for tag in [tag for tag in self.custom_envs if self.env_template(tag).env_type is None]:
+            problems.append(Problem(f"custom_envs.{tag}.env_type", "missing; the id or dotted path of an environment"))
         return problems
 
     @property

@@ -10,6 +10,7 @@ from roll.algorithms.aggregation import Count, at_least_one
 from roll.algorithms.preference_loss import (
     SMOOTHED_LOSSES,
     completion_mask,
+    pair_accuracy,
     preference_loss,
     sequence_log_probs,
     split_pairs,
@@ -18,9 +19,12 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
-from roll.pipeline.loss_io import Metrics, report
+from roll.pipeline.loss_io import Metrics, optional_column, report
 from roll.utils.columns import column
 from roll.utils.metrics.reduction import append_to_dict
+
+
+REFERENCE_SUMS = "reference_sums"  # a column: log-probability of each row's completion under the reference
 
 
 def get_logps(per_token_logps: Tensor, attention_mask: Tensor, prompt_id_lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,12 +95,22 @@ class ActorWorker(BaseActorWorker):
         """Log-probability of every token given those before it: `log_probs`, (2P, S-1), prompt tokens included.
 
         Args:
-            data: `input_ids`, `attention_mask` (2P, S), rows interleaved chosen, rejected.
+            data: `input_ids`, `attention_mask` (2P, S), rows interleaved chosen, rejected. With
+                `meta_info["completion_only"]` the tokens of the prompt, by `prompt_id_lens` (2P,), are 0: the loss does
+                not read them, and scoring a token takes as much work as a layer or two.
         """
+        # Sizes of this pipeline count pairs.
+        defaults = {"micro_batch_size": 2 * self.worker_config.infer_batch_size}
+        data.meta_info = {**defaults, **data.meta_info}
         return super().compute_log_probs(data)
 
     def forward_func_log_probs(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs_RT, _ = self.score(data, output_tensor, data["attention_mask"][:, 1:].bool())
+        mask_RS = data["attention_mask"]
+        if data.meta_info.get("completion_only", False):
+            mask_RT = completion_mask(mask_RS, data["prompt_id_lens"])
+        else:
+            mask_RT = mask_RS[:, 1:].bool()
+        log_probs_RT, _ = self.score(data, output_tensor, mask_RT)
         return log_probs_RT, {"log_probs": log_probs_RT}
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
@@ -113,8 +127,8 @@ class ActorWorker(BaseActorWorker):
         """Sum of the pairs' losses over the pairs of the whole optimizer step. Returns (loss, metrics).
 
         Args:
-            data: `input_ids`, `attention_mask` (2P, S); `prompt_id_lens` (2P,); `reference_log_probs` (2P, S-1) unless
-                `reference_free`.
+            data: `input_ids`, `attention_mask` (2P, S); `prompt_id_lens` (2P,); unless `reference_free` also
+                `reference_log_probs` (2P, S-1), or their sums over the completions, `reference_sums` (2P,).
             output_tensor: the model's logits (2P, S, V), or hidden states with the head as `LinearLogits`.
         """
         settings = PreferenceSettings.of(self.pipeline_config, data.meta_info)
@@ -126,8 +140,11 @@ class ActorWorker(BaseActorWorker):
         chosen_lens_P, rejected_lens_P = split_pairs(lens_R)
         reference_chosen_P = reference_rejected_P = None
         if not settings.reference_free:
-            reference_RT = column(data, "reference_log_probs", "a loss with a reference")
-            reference_chosen_P, reference_rejected_P = get_logps(reference_RT, mask_RS, prompt_lens_R)
+            reference_R = optional_column(data, REFERENCE_SUMS)
+            if reference_R is None:
+                reference_RT = column(data, "reference_log_probs", "a loss with a reference")
+                reference_R, _ = sequence_log_probs(reference_RT, mask_RS, prompt_lens_R)
+            reference_chosen_P, reference_rejected_P = split_pairs(reference_R)
         num_pairs = _num_pairs(data)
         result = preference_loss(
             policy_chosen_P=chosen_P,
@@ -144,7 +161,7 @@ class ActorWorker(BaseActorWorker):
         )
         margins_P = result.chosen_rewards_P - result.rejected_rewards_P
         per_pair = {
-            "acc": (margins_P > 0).float(),
+            "acc": pair_accuracy(margins_P),
             "margin": margins_P,
             "chosen_reward": result.chosen_rewards_P,
             "reject_reward": result.rejected_rewards_P,

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from roll.configs.base_config import BaseConfig
 from roll.configs.batch_plan import BatchPlan
-from roll.configs.config_model import Number, Positive
+from roll.configs.config_model import AtLeastOne, Number, Positive
 from roll.configs.problems import Problem, wrong
 from roll.configs.worker_config import INFER_STRATEGIES, TRAIN_STRATEGIES, WorkerConfig
 
@@ -87,6 +87,14 @@ class DPOConfig(BaseConfig):
     rejected_key: str = "rejected"
     """Column of the worse answer."""
 
+    overlong: Literal["drop", "truncate_answer", "truncate_prompt"] = "drop"
+    """What happens to a pair with a side longer than `sequence_length`: it is left out, the end of the longer answer is
+    cut off, or the beginning of the prompt is, equally for both sides."""
+
+    early_stop_patience: AtLeastOne | None = None
+    """Stop after this many validations in a row without a lower validation loss; the best model is kept and named at
+    the end. Null trains to the end."""
+
     default_worker_cls: ClassVar[dict[str, str]] = {"actor_train": ACTOR_WORKER, "reference": ACTOR_WORKER}
 
     def default_model(self, role_name: str) -> str | None:
@@ -109,6 +117,10 @@ class DPOConfig(BaseConfig):
         if self.reference_free and self.reference_log_probs == "precompute":
             expected = "live, because reference_free is on and there is nothing to compute"
             problems.append(wrong("reference_log_probs", self.reference_log_probs, expected))
+        if self.early_stop_patience is not None and (self.eval_steps < 1 or not self.has_validation):
+            expected = "null, because nothing is validated"
+            fix = "set eval_steps and validation.data_args.file_name"
+            problems.append(wrong("early_stop_patience", self.early_stop_patience, expected, fix))
         for name in ("actor_train", "reference"):
             if self.all_roles()[name].use_sequence_packing:
                 problems.append(wrong(f"{name}.use_sequence_packing", True, "false; the rows of a pair stay separate"))
@@ -149,6 +161,26 @@ class DPOConfig(BaseConfig):
     def pairs_per_step(self) -> int:
         """Pairs of one optimizer step, which is one pipeline step, over all ranks."""
         return self.actor_train.dp_size * self.actor_train.rows_per_optimizer_step
+
+    @property
+    def has_validation(self) -> bool:
+        return self.validation.data_args is not None and bool(self.validation.data_args.files)
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Steps of a run over data with that many steps in an epoch.
+
+        `num_train_epochs` and `max_steps` each end the run, whichever comes first; one that was left to its default
+        does not end it before the one that was set. With neither set: one epoch, and at most `max_steps`.
+        """
+        training_args = self.actor_train.training_args
+        by_epochs = max(int(training_args.num_train_epochs * steps_per_epoch + 1e-6), 1)
+        is_set = {
+            "epochs": "num_train_epochs" in training_args.model_fields_set,
+            "steps": "max_steps" in self.model_fields_set,
+        }
+        if is_set["epochs"] != is_set["steps"]:
+            return by_epochs if is_set["epochs"] else self.max_steps
+        return min(by_epochs, self.max_steps)
 
     @property
     def rows_per_step(self) -> int:

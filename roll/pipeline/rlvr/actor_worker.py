@@ -59,7 +59,7 @@ class ActorWorker(BaseActorWorker):
             sample_weights_B=weights_B,
             pg_coef=config.rl_loss_coef,
         )
-        metrics = self.policy_metrics(loss, terms) | correction.metrics
+        metrics = self.policy_metrics(loss, terms, data) | correction.metrics
         metrics["actor/weighted_pg_loss@sum"] = loss.weighted_pg
         metrics |= self._sample_metrics(data, loss.mask_BT.any(-1), weights_B)
         return loss.total, report(metrics, loss.mask_BT)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from roll.configs.base_config import PPOConfig, RouterArguments
 from roll.configs.batch_plan import division_problems
@@ -15,10 +16,13 @@ from roll.configs.config_model import (
     ConfigModel,
     NonNegative,
     Number,
+    Positive,
 )
 from roll.configs.generating_args import GeneratingArguments
-from roll.configs.problems import Problem, did_you_mean, wrong
+from roll.configs.problems import ConfigProblems, Problem, did_you_mean, wrong
 from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
+
+FUNCTION_REWARD_WORKER = "roll.pipeline.rlvr.rewards.function_reward_worker.FunctionRewardWorker"
 
 
 class DatasetFilterConfig(ConfigModel):
@@ -48,7 +52,17 @@ class RewardFilterConfig(ConfigModel):
 
 
 class RewardConfig(WorkerConfig):
-    """The reward of one domain."""
+    """The reward of one domain: a function of yours (`reward_fn`), or a worker class (`worker_cls`)."""
+
+    reward_fn: str | None = None
+    """A function `score(prompt, response, ground_truth, **row)`, as `file.py:score` or `package.module:score`. A
+    relative file is looked for where the command runs, then beside the config file."""
+
+    reward_timeout: Positive = 30.0
+    """Seconds that scoring one sample may take, counted from when it begins; then the sample is dropped."""
+
+    reward_memory_mb: AtLeastOne = 4096
+    """Megabytes that scoring may add to its process; a sample that needs more is dropped."""
 
     code_url: str | None = None
     """Address of a code sandbox."""
@@ -92,6 +106,29 @@ class RewardConfig(WorkerConfig):
     reward_manager_config: list[dict[str, Any]] = Field(default_factory=list)
     """Options of a remote reward system."""
 
+    @field_validator("reward_fn")
+    @classmethod
+    def _find_beside_the_config(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """`context={"folder": ...}` is the folder of the config file, where a file not found here may lie."""
+        path, colon, name = (value or "").rpartition(":")
+        beside = Path((info.context or {}).get("folder", ".")) / path
+        if path.endswith(".py") and not Path(path).is_file() and beside.is_file():
+            return f"{beside.resolve()}{colon}{name}"
+        return value
+
+    @model_validator(mode="after")
+    def _function_worker(self) -> Self:
+        if self.reward_fn is None:
+            return self
+        if self.worker_cls not in (None, FUNCTION_REWARD_WORKER):
+            expected = "no other worker_cls beside reward_fn"
+            raise ConfigProblems([wrong("worker_cls", self.worker_cls, expected, "remove one of the two")])
+        path, _, name = self.reward_fn.rpartition(":")
+        if not path or not name.isidentifier():
+            raise ConfigProblems([wrong("reward_fn", self.reward_fn, "file.py:function or package.module:function")])
+        self.settle(worker_cls=FUNCTION_REWARD_WORKER)
+        return self
+
 
 class RLVRConfig(PPOConfig):
     """Prompts with a checkable answer: PPO, GRPO, REINFORCE++ and relatives."""
@@ -112,6 +149,16 @@ class RLVRConfig(PPOConfig):
 
     num_return_sequences_in_group: AtLeastOne = 1
     """Samples per prompt; they form the group that group estimators compare."""
+
+    max_num_gen_batches: AtLeastOne = 10
+    """Rounds of sampling after which a step goes on with the prompts that passed the filters, however few."""
+
+    first_ratio_tolerance: NonNegative | None = None
+    """Mean distance from 1 of the probability ratio between training and sampling that the first update of a step may
+    have before the run stops; null is 0.001 in fp32 and 0.05 in bf16 and fp16, 0 never stops."""
+
+    log_samples_per_step: AtLeastZero | None = 64
+    """Samples of a step that are written to the run's `rollouts/`; null writes all, 0 none."""
 
     save_logging_board_dir: str | None = None
     """Folder that gets per-token values of every sample; null writes none."""
@@ -225,6 +272,12 @@ class RLVRConfig(PPOConfig):
         if 0 < self.async_generation_ratio < 1:
             problems.append(wrong("async_generation_ratio", self.async_generation_ratio, "0, or at least 1"))
         problems += division_problems(self.batch_plans().values(), "rollout_batch_size")
+        data_args = self.actor_train.data_args
+        shares = (data_args.domain_interleave_probs if data_args else None) or {}
+        for domain, share in shares.items():
+            if share * self.rollout_batch_size < 1 - 1e-9:
+                expected = f"enough prompts for domain {domain} to get one (its share is {share:g})"
+                problems.append(wrong("rollout_batch_size", self.rollout_batch_size, expected))
         return problems + self._reward_problems()
 
     def _reward_problems(self) -> list[Problem]:
@@ -232,9 +285,8 @@ class RLVRConfig(PPOConfig):
         seen: dict[str, str] = {}
         for domain, reward in self.rewards.items():
             if reward.worker_cls is None:
-                problems.append(
-                    Problem(f"rewards.{domain}.worker_cls", "missing; name the class that computes the reward")
-                )
+                how = "missing; name a function (reward_fn: my_file.py:score) or the class of a reward (worker_cls)"
+                problems.append(Problem(f"rewards.{domain}.reward_fn", how))
             for tag in reward.tag_included:
                 if tag in seen:
                     expected = f'tags of one domain only; "{tag}" also belongs to {seen[tag]}'
@@ -258,7 +310,11 @@ class RLVRConfig(PPOConfig):
         return role_name.replace("reward-", "rewards.", 1) if role_name.startswith("reward-") else role_name
 
     def active_roles(self) -> dict[str, WorkerConfig]:
-        return {name: role for name, role in super().active_roles().items() if name != "validation"}
+        """Without what a replay of dumped rollouts does not start: the role that generates, and the rewards."""
+        roles = {name: role for name, role in super().active_roles().items() if name != "validation"}
+        if self.is_replay:
+            roles = {name: role for name, role in roles.items() if name != "actor_infer" and "reward" not in name}
+        return roles
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
         judges = [name for name, role in self.all_roles().items() if "reward" in name and role.holds_model]
@@ -266,8 +322,12 @@ class RLVRConfig(PPOConfig):
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
+        if self.is_replay:
+            return problems
         if self.actor_train.data_args is None or not self.actor_train.data_args.files:
             problems.append(Problem("actor_train.data_args.file_name", "missing; name the file of prompts"))
+        if self.validation is not None and not (self.validation.data_args and self.validation.data_args.files):
+            problems.append(Problem("validation.data_args.file_name", "missing; name the file of prompts"))
         if not self.rewards:
             problems.append(Problem("rewards", "missing; say how responses are scored, one entry per domain"))
         return problems
@@ -275,6 +335,34 @@ class RLVRConfig(PPOConfig):
     @property
     def samples_per_prompt(self) -> int:
         return self.num_return_sequences_in_group
+
+    @property
+    def template(self) -> str:
+        """The chat template in effect, for rows whose tag has none of its own."""
+        data_args = self.actor_train.data_args
+        return self.global_template or (data_args.template if data_args else None) or "native"
+
+    @property
+    def ratio_tolerance(self) -> float | None:
+        """`first_ratio_tolerance` in effect; None never stops: a correction of the gap is on, or samples are stale."""
+        correction = self.train_infer_correction
+        corrected = correction.is_weight.enabled or any(item.enabled for item in correction.filters)
+        if corrected or self.async_pipeline or self.first_ratio_tolerance == 0:
+            return None
+        if self.first_ratio_tolerance is not None:
+            return self.first_ratio_tolerance
+        roles = (self.actor_train, self.actor_infer)
+        return 1e-3 if all(role.model_args.dtype == "fp32" for role in roles) else 5e-2
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether rollouts come from a dump, so that nothing generates and nothing is scored."""
+        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "mock"
+
+    @property
+    def is_dump(self) -> bool:
+        """Whether rollouts are dumped."""
+        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "dump"
 
     @property
     def domain_2_tag(self) -> dict[str, set[str]]:

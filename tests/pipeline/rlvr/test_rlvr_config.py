@@ -115,7 +115,7 @@ def test_domains_and_tags():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rewards": {"math": {}}}, "rewards.math.worker_cls: missing; name the class that computes the reward"),
+        ({"rewards": {"math": {}}}, "rewards.math.reward_fn: missing; name a function"),
         (
             {"rewards": {"a": {**REWARD, "tag_included": ["x"]}, "b": {**REWARD, "tag_included": ["x"]}}},
             'rewards.b.tag_included: found "x" .* tags of one domain only; "x" also belongs to a',

@@ -1,0 +1,93 @@
+"""Environments by id, by dotted path, and by what `register` adds.
+
+register("my_game", "my_package.games:MyGame")       # or the class itself
+env = make("my_game", size=4)                        # MyGame(size=4)
+env = make("my_package.games.MyGame", size=4)        # the same without registering
+env = make("gymnasium:Taxi-v3")                      # through an adapter
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from roll.exceptions import ConfigError
+
+EntryPoint = str | Callable[..., Any]
+
+_HERE = "roll.pipeline.agentic.env"
+_BUILT_IN: dict[str, EntryPoint] = {
+    "frozen_lake": f"{_HERE}.frozen_lake:FrozenLakeEnv",
+    "sokoban": f"{_HERE}.sokoban:SokobanEnv",
+    "guess_number": f"{_HERE}.guess_number:GuessNumberEnv",
+    "tool_task": f"{_HERE}.tool_task:ToolTaskEnv",
+    "math": f"{_HERE}.math_env:MathEnv",
+    "roll_math": f"{_HERE}.math_env:MathEnv",
+}
+# `prefix:rest` makes adapter(rest, **config).
+_ADAPTERS: dict[str, EntryPoint] = {
+    "gymnasium": f"{_HERE}.adapters:GymnasiumEnv",
+    "gem": f"{_HERE}.adapters:GemEnv",
+}
+_registered: dict[str, EntryPoint] = dict(_BUILT_IN)
+
+
+def register(env_id: str, entry_point: EntryPoint) -> None:
+    """Make `entry_point`, a class (or function) or its path `module:Class`, known as `env_id`.
+
+    The last registration of an id counts. Environments run in other processes, which import the class by its module.
+    """
+    _registered[env_id] = entry_point
+
+
+def registered_ids() -> list[str]:
+    return sorted(_registered)
+
+
+def entry_point_of(env_id: str) -> tuple[EntryPoint, tuple[str, ...]]:
+    """What makes the environment, and the arguments in front of its own: for another process to call."""
+    if env_id in _registered:
+        return _registered[env_id], ()
+    prefix, colon, rest = env_id.partition(":")
+    if colon and prefix in _ADAPTERS:
+        return _ADAPTERS[prefix], (rest,)
+    if colon or "." in env_id:
+        return env_id, ()
+    near = get_close_matches(env_id, _registered, n=1)
+    raise ConfigError(
+        f"there is no environment {env_id!r}{f'; did you mean {near[0]!r}?' if near else '.'} Known are "
+        f"{', '.join(registered_ids())}, dotted paths such as my_package.games.MyGame, and "
+        + ", ".join(f"{prefix}:ID" for prefix in _ADAPTERS)
+    )
+
+
+def make(env_id: str, /, **config: Any) -> Any:
+    """The environment `env_id`, made with `config`."""
+    entry_point, leading = entry_point_of(env_id)
+    return load_entry_point(entry_point)(*leading, **config)
+
+
+def load_entry_point(entry_point: EntryPoint) -> Callable[..., Any]:
+    """The class behind `module:Class`, `module.Class`, or the class itself."""
+    if not isinstance(entry_point, str):
+        return entry_point
+    module_name, colon, name = entry_point.partition(":")
+    if not colon:
+        module_name, _, name = entry_point.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists and fails on an import of its own has its own message.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"environment {entry_point!r}: there is no module {error.name!r}; check the spelling, or put its folder on "
+            "PYTHONPATH"
+        ) from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise ConfigError(f"environment {entry_point!r}: module {module_name} has no {name!r}")
+    return found

@@ -1,0 +1,48 @@
+"""Answers of the policy under training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from roll.engines.request import GenerationOutput, GenerationRequest
+from roll.exceptions import ConfigError
+from roll.pipeline.agentic.llm_proxy.base_llm_proxy import BaseLLMProxy, TurnRequest, register_llm_proxy
+
+
+@register_llm_proxy("policy")
+class PolicyProxy(BaseLLMProxy):
+    """Hands all turns to the generating workers at once.
+
+    A turn that was interrupted for a weight update goes on where it was, with the new weights; its policy version is
+    that of its oldest tokens.
+    """
+
+    needs_messages = False
+
+    def generate(self, requests: Sequence[TurnRequest]) -> list[GenerationOutput]:
+        if self.actor_infer is None:
+            raise ConfigError("llm_proxy.proxy_type: policy needs the role actor_infer")
+        done: dict[str, GenerationOutput] = {}
+        pending: list[GenerationRequest] = [turn.request for turn in requests]
+        while pending:
+            outputs: list[GenerationOutput] = self.actor_infer.generate_requests(pending)
+            again = []
+            for request, output in zip(pending, outputs, strict=True):
+                done[output.request_id] = joined(done.get(output.request_id), output)
+                if output.finish_reason == "abort":
+                    again.append(request.resume(output))
+            pending = again
+        return [done[turn.request.request_id] for turn in requests]
+
+
+def joined(before: GenerationOutput | None, after: GenerationOutput) -> GenerationOutput:
+    """Two parts of one answer as one."""
+    if before is None:
+        return after
+    return replace(
+        after,
+        token_ids=[*before.token_ids, *after.token_ids],
+        log_probs=[*before.log_probs, *after.log_probs],
+        policy_version=min(before.policy_version, after.policy_version),
+    )

@@ -1,0 +1,283 @@
+"""Reinforcement learning from verifiable rewards: generate, score, estimate, improve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from roll.algorithms.rewards import RunningMoments
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from roll.exceptions import ConfigError, DataError
+from roll.models.model_providers import default_tokenizer_provider
+from roll.pipeline.base_pipeline import BasePipeline
+from roll.pipeline.mini_batches import balance_ranks
+from roll.pipeline.rlvr.advantages import add_advantages
+from roll.pipeline.rlvr.on_policy import check_first_update, first_update_report
+from roll.pipeline.rlvr.prompt_data import load_train_prompts, load_val_prompts
+from roll.pipeline.rlvr.replay import dump_rollout, load_rollout
+from roll.pipeline.rlvr.rewards.check import check_rewards
+from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally
+from roll.pipeline.rlvr.samples import scored_batch
+from roll.pipeline.rlvr.scoring import Scorer
+from roll.pipeline.rlvr.validation import ValSampling, val_metrics, validate
+from roll.utils.kl_controller import get_kl_controller
+from roll.utils.logging import get_logger
+from roll.utils.metrics.metrics_manager import MetricsManager
+from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
+from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch
+
+logger = get_logger(__name__)
+
+MODEL_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+LOSS_MASKS = ["response_mask", "final_response_mask"]
+MAX_EMPTY_STEPS = 3  # consecutive steps without a single scored sample before a run stops
+
+
+class RLVRPipeline(BasePipeline):
+    """PPO, GRPO, REINFORCE++ and relatives on prompts with checkable answers."""
+
+    progress_metrics: ClassVar[Mapping[str, str]] = {
+        "score": "critic/score/mean",
+        "validation": "val_correct/all/mean",
+        "length": "token/response_length/mean",
+    }
+
+    def __init__(self, pipeline_config: RLVRConfig, *, progress: bool | None = None) -> None:
+        # What can be wrong with the input is found before a model is loaded and before the run has a folder.
+        config = pipeline_config
+        problems = config.missing_for_training()
+        if problems:
+            raise ConfigError("\n".join(map(str, problems)))
+        self.tokenizer = default_tokenizer_provider(config.actor_train.model_args)
+        self.sampler = self.val_prompts = None
+        if not config.is_replay:
+            check_rewards(config)
+            self.sampler = load_train_prompts(config, self.tokenizer)
+            self.val_prompts = load_val_prompts(config, self.tokenizer)
+        super().__init__(config, progress=progress)
+
+        self.actor_train = self.make_cluster("actor_train")
+        roles = self.pipeline_config.active_roles()
+        self.reference = self.make_cluster("reference") if "reference" in roles else None
+        self.critic = self.make_cluster("critic") if "critic" in roles else None
+        self.actor_infer = self.make_cluster("actor_infer") if "actor_infer" in roles else None
+        self.rewards = {domain: self.make_cluster(f"reward-{domain}") for domain in config.rewards if self.actor_infer}
+        self.clusters = [
+            cluster
+            for cluster in (self.actor_train, self.reference, self.critic, self.actor_infer, *self.rewards.values())
+            if cluster is not None
+        ]
+        self.initialize(*self.clusters)
+        trained = [cluster for cluster in (self.actor_train, self.critic) if cluster is not None]
+        self.set_checkpoint_clusters(*trained)
+
+        self.metrics = MetricsManager()
+        self.kl_ctrl = get_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self.running = {domain: RunningMoments() for domain in config.rewards}
+        self.num_empty_steps = 0
+        self.score = Scorer(self.rewards, self.tokenizer)
+        if self.actor_infer is not None and self.sampler is not None:
+            frequency = config.actor_infer.model_update_frequency
+            self.set_model_update_pair(self.actor_train, self.actor_infer, frequency)
+            generate = self.actor_infer.generate_requests
+            self.collector = RolloutCollector(config, self.sampler, generate, self.score, self.tokenizer)
+        self.sample_logs = self._make_sample_logs()
+        self.restore()
+
+    # -- the algorithm -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        for step in self.steps():
+            metrics = self.metrics
+            with metrics.timer("time/step_total"):
+                self.update_engine(step)
+                if self.should_validate(step):
+                    metrics.add_metrics(self.validate(step))
+                with metrics.timer("time/step_generate"):
+                    batch, rollout = self.collect(step)
+                if batch is not None:
+                    batch.meta_info = {"global_step": step, "loss_mask_keys": LOSS_MASKS}
+                    with metrics.timer("time/ref_log_probs_values"):
+                        batch = self.add_reference_and_values(batch)
+                    with metrics.timer("time/old_log_probs"):
+                        batch = self.add_old_log_probs(batch)
+                    batch, found = add_advantages(batch, self.pipeline_config, self.kl_ctrl, self.running)
+                    metrics.add_metrics(found)
+                    with metrics.timer("time/step_train"):
+                        self.train(step, batch)
+                    metrics.add_all_metrics(step, batch)
+                    metrics.add_domain_all_metrics(batch)
+                    metrics.add_speeds(batch, self._resources())
+                for log in self.sample_logs:
+                    log.write(step, batch, dropped=rollout.dropped)
+            self.end_step(step, metrics.pop())
+        self.finish(self._final_validation())
+
+    def update_engine(self, step: int) -> None:
+        """Bring the policy's weights to the role that generates; their checksum is in the metrics."""
+        if self.actor_infer is not None:
+            self._use(self.actor_train, self.actor_infer)
+            with self.metrics.timer("time/step_model_update"):
+                self.metrics.add_metrics(self.model_update(step))
+
+    def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
+        """The scored batch of this step, generated or replayed; None if not one sample could be scored."""
+        config = self.pipeline_config
+        if config.is_replay:
+            return load_rollout(config.rollout_mock.dump_dir, step), Rollout()
+        self._use(self.actor_infer, *self.rewards.values())
+        rollout = self.collector.collect(step)
+        self.metrics.add_metrics(rollout.metrics)
+        self._count_empty_steps(rollout)
+        if not rollout.groups:
+            return None, rollout
+        batch = scored_batch(rollout.groups, self.tokenizer.pad_token_id)
+        if config.is_dump:
+            dump_rollout(config.rollout_mock.dump_dir, step, batch)
+        return batch, rollout
+
+    def add_reference_and_values(self, batch: DataProto) -> DataProto:
+        """`ref_log_probs` (B, S-1) of the reference, or of the policy without its adapter, and `values` of the critic."""
+        if self.pipeline_config.enable_reference:
+            if self.reference is not None:
+                scored = self._score_rows(self.reference, "compute_log_probs", batch)
+            else:
+                scored = self._score_rows(self.actor_train, "compute_log_probs", batch, disable_adapter=True)
+            batch["ref_log_probs"] = scored["log_probs"]
+        if self.critic is not None:
+            batch["values"] = self._score_rows(self.critic, "compute_values", batch)["values"]
+        return batch
+
+    def add_old_log_probs(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` and `entropy` (B, S-1) of the policy before this step's updates, where they are needed, and
+        what follows from their gap to the log-probabilities of sampling."""
+        config = self.pipeline_config
+        if not config.enable_old_logprobs_recompute:
+            return batch
+        scored = self._score_rows(self.actor_train, "compute_log_probs", batch)
+        batch["old_log_probs"], batch["entropy"] = scored["log_probs"], scored["entropy"]
+        batch, found = apply_train_infer_correction_to_batch(config, batch)
+        self.metrics.add_metrics(found)
+        return batch
+
+    def train(self, step: int, batch: DataProto) -> None:
+        """Update critic and, after its warm-up, policy."""
+        nothing_left = not bool(batch["final_response_mask"].any())
+        self.metrics.add_metric("mask/final_mask_sum_eq_0", float(nothing_left))
+        if nothing_left:
+            return
+        tensors = [key for key in batch.batch.keys() if key not in ("prompts", "responses", "prompt_mask")]
+        rows = batch.select(tensors, ["sample_uuid"])
+        if self.critic is not None:
+            self._train_on(self.critic, rows)
+        if step >= self.pipeline_config.critic_warmup:
+            found = self._train_on(self.actor_train, rows)
+            self.metrics.add_metrics(first_update_report(found))
+            check_first_update(found, self.pipeline_config)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Answer and score the validation prompts; the samples go to the run's `rollouts/val-*.jsonl`."""
+        assert self.val_prompts is not None and self.actor_infer is not None
+        self._use(self.actor_infer, *self.rewards.values())
+        tally = Tally(self.tokenizer)
+        with self.metrics.timer("time/val_step"):
+            sampling = ValSampling.of(self.pipeline_config)
+            groups = validate(self.val_prompts, sampling, self.actor_infer.generate_requests, self.score, tally)
+        batch = scored_batch(groups, self.tokenizer.pad_token_id) if groups else None
+        for log in self.sample_logs:
+            log.write(step, batch, split="val", dropped=tally.dropped)
+        return val_metrics(groups, tally)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        states = {
+            "kl_controller": self.kl_ctrl.state_dict(),
+            "running_moments": {domain: moments.state_dict() for domain, moments in self.running.items()},
+            "steps": {"num_empty": self.num_empty_steps},
+        }
+        return states if self.sampler is None else {**states, "prompts": self.sampler.state_dict()}
+
+    def load_states(self, states: dict[str, dict[str, Any]]) -> None:
+        self.kl_ctrl.load_state_dict(states["kl_controller"])
+        for domain, moments in self.running.items():
+            moments.load_state_dict(states["running_moments"][domain])
+        self.num_empty_steps = states["steps"]["num_empty"]
+        if self.sampler is not None and "prompts" in states:
+            self.sampler.load_state_dict(states["prompts"])
+        discard_rollouts_after(self.run_dir, self.global_step - 1)
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def should_validate(self, step: int) -> bool:
+        return self.val_prompts is not None and self.should_eval(step)
+
+    def _score_rows(self, cluster: Cluster, method: str, batch: DataProto, **meta_info: Any) -> DataProto:
+        """What a role computes for every row; ranks without a row get a copy of one, whose result is dropped."""
+        self._use(cluster)
+        rows = batch.select(MODEL_COLUMNS, [])
+        rows.meta_info = {**batch.meta_info, **meta_info}
+        num_ranks = cluster.dp_size if len(rows) < cluster.dp_size else 1
+        padded, num_extra = pad_dataproto_to_divisor(rows, num_ranks)
+        result = cluster.execute_all_sync(method, padded)
+        self.metrics.add_metrics(result.meta_info.pop("metrics", {}))
+        return unpad_dataproto(result, num_extra)
+
+    def _train_on(self, cluster: Cluster, rows: DataProto) -> dict[str, Any]:
+        self._use(cluster)
+        num_missing = cluster.dp_size - len(rows)
+        if num_missing > 0:
+            spare = rows.select_idxs([0] * num_missing)
+            for key in LOSS_MASKS:  # rows that only give every rank something to do
+                spare[key] = torch.zeros_like(spare[key])
+            rows = DataProto.concat([rows, spare])
+        result = cluster.train_step(balance_ranks(rows, cluster.dp_size))
+        found = result.meta_info["metrics"]
+        self.metrics.add_metrics(found)
+        return found
+
+    def _use(self, *clusters: Cluster | None) -> None:
+        """With `is_offload_states`, only these roles keep their models on the device."""
+        if self.pipeline_config.is_offload_states:
+            for cluster in self.clusters:
+                (cluster.load_states if cluster in clusters else cluster.offload_states)()
+
+    def _count_empty_steps(self, rollout: Rollout) -> None:
+        self.num_empty_steps = 0 if rollout.groups or not rollout.dropped else self.num_empty_steps + 1
+        if self.num_empty_steps >= MAX_EMPTY_STEPS:
+            reasons = "\n".join(f"  {name.rpartition('/')[2]}: {count:.0f} samples" for name, count in rollout.metrics.items() if "/dropped/" in name)
+            last = rollout.dropped[-1]
+            raise DataError(
+                f"not one sample of the last {self.num_empty_steps} steps could be used:\n{reasons}\nThe last one was "
+                f"dropped because of {last.reason}. Its prompt: {last.prompt!r}. Its response: {last.response!r}"
+            )
+
+    def _make_sample_logs(self) -> list[RolloutLog]:
+        config, logs = self.pipeline_config, []
+        if config.log_samples_per_step != 0:
+            logs.append(RolloutLog(self.run_dir, self.tokenizer, config.log_samples_per_step))
+        if config.rollout_dump_dir is not None:
+            logs.append(RolloutLog(Path(config.rollout_dump_dir), self.tokenizer, None))
+        return logs
+
+    def _resources(self) -> dict[str, tuple[int, int]]:
+        roles = {"actor_infer": self.actor_infer, "actor_train": self.actor_train}
+        return {
+            name: (sum(map(len, cluster.placement_groups)), cluster.dp_size)
+            for name, cluster in roles.items()
+            if cluster is not None
+        }
+
+    def _final_validation(self) -> str:
+        if self.val_prompts is None or self.pipeline_config.eval_steps <= 0:
+            return ""
+        self.update_engine(self.global_step)
+        result = self.validate(self.global_step)
+        self.log(self.global_step, self.metrics.pop() | result)
+        self.summary |= result
+        return f"Validation: {result.get('val_correct/all/mean', 0.0):.3f} of the samples are right."

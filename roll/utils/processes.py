@@ -1,0 +1,116 @@
+"""Processes that must not outlive their purpose: death signals, adoption of orphans, killing whole trees.
+
+Elsewhere than on Linux these find and promise less: children are killed, their own children may be missed.
+Nothing here imports more than the standard library: it runs in processes that must start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections import defaultdict
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+IS_LINUX = sys.platform == "linux"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel kill this process when its parent's thread ends; `parent` is the pid it had when we were forked.
+
+    The signal follows the *thread* that forked us, and is forgotten when this process changes its user.
+    """
+    if not IS_LINUX:
+        return
+    libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the request was in place
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that none gets out of sight by forking twice."""
+    if IS_LINUX:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def has_children() -> bool:
+    """Whether this process has any child, running or waiting to be reaped. One system call."""
+    if not IS_LINUX:
+        return False
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of `pid`, their children, and so on, from one look at /proc."""
+    if not IS_LINUX:
+        return []
+    children: dict[int, list[int]] = defaultdict(list)
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):  # it ended while we looked
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    # The command's name stands in parentheses and may hold anything; state and parent follow it.
+                    state, parent = file.read().rpartition(b")")[2].split()[:2]
+                if state != b"Z":
+                    children[int(parent)].append(int(name))
+    found, todo = [], [pid]
+    while todo:
+        todo += (below := children.pop(todo.pop(), []))
+        found += below
+    return found
+
+
+def kill_descendants(pid: int, spare: frozenset[int] = frozenset()) -> int:
+    """Kill all processes below `pid` except those in `spare` and what is below them. Returns how many there were.
+
+    Everything is stopped before anything is killed: a stopped process cannot fork, so even a fork bomb is caught whole.
+    """
+    stopped: set[int] = set()
+    while fresh := set(descendants(pid)) - stopped - _with_descendants(spare):
+        for child in fresh:
+            _send(child, signal.SIGSTOP)
+        stopped |= fresh
+    for child in stopped:
+        _send(child, signal.SIGKILL)
+    return len(stopped)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill `pid` and everything below it."""
+    _send(pid, signal.SIGSTOP)
+    kill_descendants(pid)
+    _send(pid, signal.SIGKILL)
+
+
+def reap() -> dict[int, int]:
+    """Collect the children that have ended: wait status by pid."""
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
+
+
+def describe_exit(status: int) -> str:
+    """`exit code 3` or `signal SIGSEGV`, from a wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _with_descendants(pids: frozenset[int]) -> set[int]:
+    return {*pids, *(below for pid in pids for below in descendants(pid))}
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

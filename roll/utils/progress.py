@@ -1,0 +1,82 @@
+"""How far a run is: a bar that moves on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# Seconds between two plain lines: a log file should tell how the run goes, not repeat metrics.jsonl.
+_LINE_INTERVAL = 1.0
+_SMOOTHING = 0.1
+
+
+class StepProgress:
+    """Shows steps `done` to `total` with a few metrics beside them; used as a context.
+
+    Args:
+        metrics: label to metric: {"loss": "actor/loss"} shows that metric as `loss 0.431`. A metric that a step did not
+            have keeps its last value.
+        show: None is a bar on a terminal and lines elsewhere; False shows nothing, True a bar.
+    """
+
+    def __init__(self, total: int, done: int, metrics: Mapping[str, str], *, show: bool | None = None) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=show is False)
+        self._total, self._done = total, done
+        self._metrics = metrics
+        self._values: dict[str, float] = {}
+        self._seconds: float | None = None
+        self._last_step = time.monotonic()
+        self._last_line = 0.0
+        self._bar: Progress | None = None
+        if show or (show is None and self._console.is_terminal):
+            columns = (
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> Self:
+        self._last_step = time.monotonic()
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, metrics: Mapping[str, float]) -> None:
+        """`done` steps are done, the last of them with these metrics (names without reducer tags)."""
+        now = time.monotonic()
+        seconds = (now - self._last_step) / max(done - self._done, 1)
+        self._seconds = seconds if self._seconds is None else self._seconds + _SMOOTHING * (seconds - self._seconds)
+        self._last_step, self._done = now, done
+        self._values |= {label: metrics[name] for label, name in self._metrics.items() if name in metrics}
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=self.text())
+        elif now - self._last_line >= _LINE_INTERVAL or done == self._total:
+            self._last_line = now
+            left = timedelta(seconds=round(self._seconds * (self._total - done)))
+            self.say(f"step {done}/{self._total}  {self.text()}  left {left}")
+
+    def text(self) -> str:
+        return "  ".join(f"{label} {number(value)}" for label, value in self._values.items())
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        self._console.print(line, markup=False)
+
+
+def number(value: float) -> str:
+    """Four digits, or whole thousands: 0.6931, 12.35, 8,120."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+

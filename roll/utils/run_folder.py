@@ -1,0 +1,148 @@
+"""The folder of one run: which one a run gets, whether it continues an earlier one, and what lies where in it.
+
+    OUTPUT_DIR/EXP_NAME/          a run; EXP_NAME-2, EXP_NAME-3 ... if that name is taken
+      run.json                    what was started, when and how it ended
+      config.yaml                 the config with every value that was in effect
+      metrics.jsonl               one line of numbers a step (see `roll.utils.tracking`)
+      rollouts/                   samples, one file a step
+      checkpoints/                see `roll.utils.checkpoint_manager`
+      report.html                 what the viewer made of all this
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from roll.exceptions import ConfigError
+from roll.utils.checkpoint_manager import complete_checkpoints, find_checkpoint, get_latest_ckpt
+
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+ROLLOUT_FOLDER = "rollouts"
+
+Status = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder, and the checkpoint that it continues from, if it does."""
+
+    path: Path
+    checkpoint: Path | None = None
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / METRICS_FILE
+
+    def info(self) -> dict[str, Any]:
+        """What run.json says; {} for a folder without one."""
+        try:
+            return json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except json.JSONDecodeError:
+            return {}  # a machine that died while writing; nothing depends on what it said
+
+    def update_info(self, **values: Any) -> None:
+        """Change entries of run.json; the file is replaced as a whole, so that a reader never sees half of it."""
+        temporary = self.path / f".{RUN_FILE}.tmp"
+        text = json.dumps({**self.info(), **values}, indent=2, default=str)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, self.path / RUN_FILE)
+
+
+def open_run(output_dir: str | Path, exp_name: str, resume_from_checkpoint: bool | str = False) -> RunFolder:
+    """The folder for a run, made if it is new.
+
+    Args:
+        resume_from_checkpoint: False starts a new run. True continues the newest run of this name that has a complete
+            checkpoint, and starts a new one if there is none. A path names a checkpoint, or a run, whose newest one is
+            meant. A run is continued in its own folder if the checkpoint is its newest; from an older one a new run is
+            started, so that nothing of what came after it is lost.
+
+    Raises:
+        ConfigError: the path is neither a complete checkpoint nor a run that has one.
+    """
+    if Path(exp_name).name != exp_name:
+        raise ConfigError(f'exp_name: found "{exp_name}", expected a name without slashes: it names the run\'s folder')
+    if resume_from_checkpoint is True:
+        for folder in reversed(runs_of(output_dir, exp_name)):
+            checkpoint = get_latest_ckpt(folder)
+            if checkpoint is not None:
+                return RunFolder(folder, checkpoint)
+    elif resume_from_checkpoint:
+        checkpoint = _named_checkpoint(Path(output_dir) / exp_name, str(resume_from_checkpoint))
+        owner = checkpoint.parent.parent
+        if (owner / RUN_FILE).is_file() and get_latest_ckpt(owner) == checkpoint:
+            return RunFolder(owner, checkpoint)
+        return RunFolder(_new_folder(output_dir, exp_name), checkpoint)
+    return RunFolder(_new_folder(output_dir, exp_name))
+
+
+def runs_of(output_dir: str | Path, exp_name: str) -> list[Path]:
+    """The folders of all runs of this name, oldest first."""
+    pattern = re.compile(re.escape(exp_name) + r"(?:-(\d+))?")
+    found = [
+        (int(match.group(1) or 1), folder)
+        for folder in Path(output_dir).glob(f"{_escape_glob(exp_name)}*")
+        if (match := pattern.fullmatch(folder.name)) and (folder / RUN_FILE).is_file()
+    ]
+    return [folder for _, folder in sorted(found)]
+
+
+def _named_checkpoint(run: Path, given: str) -> Path:
+    folder = Path(given).expanduser()
+    if folder.is_dir() and complete_checkpoints(folder):
+        latest = get_latest_ckpt(folder)
+        assert latest is not None
+        return latest
+    checkpoint = find_checkpoint(run, str(folder))
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _new_folder(output_dir: str | Path, exp_name: str) -> Path:
+    for name in _names(exp_name):
+        folder = Path(output_dir) / name
+        try:
+            folder.mkdir(parents=True)  # fails if it exists, so that two runs started together get two folders
+        except FileExistsError:
+            if not folder.is_dir() or not _is_unused(folder):
+                continue
+        return folder
+    raise AssertionError("there is always another number")
+
+
+def _is_unused(folder: Path) -> bool:
+    """Empty, or left by a run that failed before its first step: correcting a config should not cost a name."""
+    entries = {entry.name for entry in folder.iterdir()}
+    if not entries:
+        return True
+    metrics = folder / METRICS_FILE
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    return RunFolder(folder).info().get("status") == "failed" and not has_steps and "checkpoints" not in entries
+
+
+def _names(exp_name: str) -> Iterator[str]:
+    yield exp_name
+    number = 2
+    while True:
+        yield f"{exp_name}-{number}"
+        number += 1
+
+
+def _escape_glob(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)
+
+
+def now() -> str:
+    """The time, as run.json writes it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,308 @@
+"""Run folders made up for tests of the report: no training, no torch, the same numbers for the same seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+MAP = "S F F\nF H F\nF F G"
+
+
+def write_run(
+    folder: Path,
+    *,
+    steps: int = 40,
+    prompts: int = 8,
+    samples_per_prompt: int = 4,
+    response_tokens: int | None = None,
+    seed: int = 0,
+    pipeline: str = "rlvr",
+    status: str = "finished",
+    sick: bool = False,
+) -> Path:
+    """A run folder with metrics, config and samples.
+
+    Args:
+        response_tokens: None writes short answers of the kind that the demo gives; a number writes that many words.
+        sick: whether the run shows what the health panel looks for.
+    """
+    random = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rollouts").mkdir(exist_ok=True)
+    write_metrics(folder, steps, random, sick=sick)
+    write_about(folder, pipeline, steps, status)
+    for step in range(0, steps, 2 if response_tokens is None else 1):
+        make = trajectory if pipeline == "agentic" else answer
+        records = []
+        for prompt in range(prompts):
+            task = "".join(random.choice(list("0123456789"), size=4))
+            for sample in range(samples_per_prompt):
+                record = make(random, step, steps, task, response_tokens, sick)
+                records.append({"sample": f"{prompt}_{sample}", "group": f"{step}-{prompt}", **record})
+        advantages_of_groups(records)
+        records += dropped_records(step)
+        write_rollouts(folder, step, records)
+        if step % 10 == 0 and response_tokens is None:
+            write_rollouts(folder, step, [{**record, "split": "val"} for record in records[:8]], split="val")
+    return folder
+
+
+def write_rollouts(folder: Path, step: int, records: list[dict[str, Any]], split: str = "train") -> None:
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    name = f"{'step' if split == 'train' else 'val'}-{step:06d}.jsonl"
+    lines = [json.dumps({"step": step, "split": split, **record}) for record in records]
+    (folder / "rollouts" / name).write_text("".join(f"{line}\n" for line in lines))
+
+
+def write_metrics(folder: Path, steps: int, random: np.random.Generator, *, sick: bool = False, extra: int = 0) -> None:
+    lines = []
+    for step in range(steps):
+        done = (step + 1) / steps
+        level = 1 / (1 + math.exp(-8 * (done - 0.4)))
+        noise = random.normal(size=8 + extra)
+        row = {
+            "critic/score/mean": 0.05 + 0.88 * level + 0.02 * noise[0],
+            "critic/kl": 0.02 + 0.1 * done + 0.004 * abs(noise[1]),
+            "critic/entropy/mean": 1.6 - 1.2 * level + 0.03 * noise[2],
+            "critic/zero_std_group_frac": (0.92 if sick and done > 0.5 else 0.15) + 0.02 * noise[3],
+            "actor/ratio_mean@sum": (1 + 0.5 * done if sick else 1.0) + 0.002 * noise[4],
+            "actor/pg_loss@sum": 0.01 * noise[5],
+            "actor/grad_norm": 0.6 + 0.1 * abs(noise[6]) + (25 if sick and step == steps // 2 else 0),
+            "actor/lr": 1e-3 * min(1, (step + 1) / 10),
+            "actor/skipped_steps": 1.0 if sick and step == 7 else 0.0,
+            "actor/clipfrac@sum": 0.03 * abs(noise[7]),
+            "token/response_length/mean": 6 - 1.5 * level + 0.1 * noise[1],
+            "time/step_total": 1.4 + 0.2 * abs(noise[2]),
+            "time/step_generate": 0.9 + 0.1 * abs(noise[3]),
+            "time/step_train": 0.4 + 0.05 * abs(noise[4]),
+            "system/samples": 32.0 * (step + 1),
+        }
+        row |= {f"extra/metric_{i:03d}": float(noise[8 + i]) for i in range(extra)}
+        if step % 10 == 0:
+            row["val/exact_match"] = 0.04 + 0.9 * level
+        if sick and step == 11:
+            row["critic/kl"] = math.nan
+        if sick and step > steps * 0.7:
+            row["critic/kl"] += 2.0
+        named = {key: value if math.isfinite(value) else "NaN" for key, value in row.items()}
+        lines.append(json.dumps({"step": step, "time": 1.79e9 + 1.5 * step, **named}))
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def write_about(folder: Path, pipeline: str, steps: int, status: str) -> None:
+    about = {
+        "pipeline": pipeline,
+        "started": "2026-11-15T09:30:00",
+        "roll": "0.1.0",
+        "command": ["roll", "train", "reverse_digits.yaml"],
+        "overrides": ["max_steps=40"],
+        "status": status,
+        "last_step": steps - 1,
+        "summary": {"val/exact_match": {"before": 0.05, "after": 0.94}},
+    }
+    (folder / "run.json").write_text(json.dumps(about))
+    config = {
+        "exp_name": folder.name,
+        "seed": 42,
+        "max_steps": steps,
+        "rollout_batch_size": 8,
+        "adv_estimator": "grpo",
+        "init_kl_coef": 0.02,
+        "actor_train": {"training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 8}},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def answer(
+    random: np.random.Generator, step: int, steps: int, task: str, response_tokens: int | None, sick: bool
+) -> dict[str, Any]:
+    """One answer to "reverse 1234", right more often the later the step."""
+    right = random.random() < 0.1 + 0.85 * step / max(steps - 1, 1)
+    wanted = task[::-1]
+    prompt = ["<|im_start|>", "user", "\n", "Reverse", " the", " digits", ":", " ", *task, "<|im_end|>", "\n"]
+    prompt += ["<|im_start|>", "assistant", "\n"]
+    if response_tokens is None:
+        said = list(wanted if right else "".join(random.permutation(list(wanted))))
+        response = ["The", " answer", " is", " ", *said, ".", "<|im_end|>"]
+    else:
+        words = (random.zipf(1.3, response_tokens) % 4000).astype(int)
+        response = [f" {WORDS[w % len(WORDS)]}{w // len(WORDS) or ''}" for w in words.tolist()]
+        said = []
+    correct = float("".join(said) == wanted) if said else float(right)
+    truncated = random.random() < (0.5 if sick else 0.03)
+    return {
+        "samples_in_step": 32,
+        "tag": "digits",
+        "domain": "math",
+        "prompt": "".join(prompt),
+        "response": "".join(response),
+        "ground_truth": wanted,
+        "score": correct,
+        "rewards": {"answer": correct, "format": 1.0}
+        if sick
+        else {"answer": correct, "length": round(random.random(), 3)},
+        "dropped": None,
+        "finish_reason": "length" if truncated else "stop",
+        "policy_version": step,
+        "advantage": None,
+        "tokens": tokens_of(random, prompt, response, step / max(steps, 1) if sick else 0.0),
+    }
+
+
+def tokens_of(
+    random: np.random.Generator, prompt: list[str], response: list[str], drift: float = 0.0
+) -> dict[str, Any]:
+    """Token lists with plausible numbers, null on the prompt."""
+    num_prompt, num = len(prompt), len(response)
+    old = -random.exponential(0.5, num)
+    gap = random.normal(0, 0.02 + 0.4 * drift, num)
+    columns = {
+        "infer_log_probs": old - gap,
+        "old_log_probs": old,
+        "ref_log_probs": old - random.normal(0.02, 0.08, num),
+        "entropy": random.exponential(0.5, num),
+        "advantages": np.zeros(num),
+    }
+    padded = {key: [None] * num_prompt + [float(f"{v:.6g}") for v in value.tolist()] for key, value in columns.items()}
+    texts = prompt + response
+    return {
+        "ids": [token_id(text) for text in texts],
+        "text": texts,
+        "mask": [0] * num_prompt + [1] * num,
+        **padded,
+    }
+
+
+def trajectory(
+    random: np.random.Generator, step: int, steps: int, task: str, response_tokens: int | None, sick: bool
+) -> dict[str, Any]:
+    """A walk over a small frozen lake: observation, answer, observation, answer ..."""
+    won = random.random() < 0.1 + 0.8 * step / max(steps - 1, 1)
+    moves = ["Right", "Right", "Down", "Down"] if won else ["Right", "Down"]
+    texts, mask, turns = [], [], []
+    for i, move in enumerate(moves):
+        reward = float(won and i == len(moves) - 1)
+        observed = [
+            "<|im_start|>",
+            "user",
+            "\n",
+            *(f"Turn {i + 1}. You see:\n{MAP}\nWhere to?").split(" "),
+            "<|im_end|>",
+            "\n",
+        ]
+        observed = [f"{word} " if word[0] not in "<\n" and word != "user" else word for word in observed]
+        said = [
+            "<think>",
+            "I",
+            " should",
+            " go",
+            f" {move.lower()}",
+            ".",
+            "</think>",
+            "<answer>",
+            move,
+            "</answer>",
+            "<|im_end|>",
+        ]
+        for role, words in (("observation", observed), ("response", said)):
+            turns.append({"role": role, "start": len(texts), "end": len(texts) + len(words)})
+            turns[-1]["reward"] = reward if role == "response" else None
+            texts += words
+            mask += [int(role == "response")] * len(words)
+    tokens = tokens_of(random, [], texts)
+    for key in ("infer_log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages"):
+        tokens[key] = [value if m else None for value, m in zip(tokens[key], mask, strict=True)]
+    tokens["mask"] = mask
+    return {
+        "tag": "FrozenLake",
+        "prompt": "".join(texts[: turns[0]["end"]]),
+        "response": "".join(texts[turns[0]["end"] :]),
+        "score": float(won),
+        "rewards": {},
+        "dropped": None,
+        "finish_reason": "stop",
+        "policy_version": step,
+        "tokens": tokens,
+        "turns": turns,
+    }
+
+
+def advantages_of_groups(records: list[dict[str, Any]]) -> None:
+    """Score minus the mean of its group, over its standard deviation, on every trained token."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["group"], []).append(record)
+    for members in groups.values():
+        scores = np.array([record["score"] for record in members])
+        for record, value in zip(members, ((scores - scores.mean()) / (scores.std() + 1e-6)).tolist(), strict=True):
+            record["advantage"] = float(f"{value:.6g}")
+            tokens = record["tokens"]
+            tokens["advantages"] = [record["advantage"] if m else None for m in tokens["mask"]]
+
+
+def dropped_records(step: int) -> list[dict[str, Any]]:
+    reason = "timeout: the reward took longer than 5 s" if step % 4 else "no signal: all answers of the group scored 0"
+    sample = {
+        "sample": f"dropped-{step}-0",
+        "group": f"{step}-0",
+        "prompt": "Reverse the digits: 7",
+        "response": "I cannot.",
+    }
+    return [{**sample, "score": None, "rewards": {}, "dropped": reason, "finish_reason": "stop"}]
+
+
+def token_id(text: str) -> int:
+    return sum(ord(character) * 31**i for i, character in enumerate(text)) % 50_000
+
+
+WORDS = textwrap.dedent('''
+    the of and to in is that it for as with was on be at by this had not are but from or have an they which one
+    you were all her she there would their we him been has when who will no more if out so up said what its about
+    than into them can only other time new some could these two may first then do any like my now over such our
+    man me even most made after also
+''').split()
+
+HOSTILE = {
+    "script": "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>",
+    "entities": "&lt;b&gt; <b>bold</b> <!-- comment --> ]]> {{ template }} ${code}",
+    "right-to-left": "left \u202eright to left\u202c \u200f \u05e9\u05dc\u05d5\u05dd \u2066isolate",
+    "separators": "line\u2028separator\u2029paragraph\u0000nul\u001b[31m\ufffebom\ufeff",
+    "emoji": "👩‍👩‍👧‍👦 🏳️‍🌈 ⚠️ " + "Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢",
+    "broken": "\ufffd \ud800 lone surrogate",
+    "long line": "x" * 1_000_000,
+    "many lines": "\n" * 3000,
+}
+
+
+def write_hostile_run(folder: Path) -> Path:
+    """Samples whose texts try to break the page: each once as plain text and once as tokens."""
+    random = np.random.default_rng(0)
+    write_run(folder, steps=2, prompts=1, samples_per_prompt=2)
+    records = []
+    for name, text in HOSTILE.items():
+        plain = {
+            "sample": f"plain {name}",
+            "group": text[:300],
+            "prompt": text,
+            "response": text,
+            "tag": text[:300],
+            "score": 1.0,
+        }
+        tokens = tokens_of(random, ["prompt: "], [text, "<|im_end|>"])
+        parts = {text[:40]: 1.0}
+        tokenised = {**plain, "sample": f"tokens {name}", "tokens": tokens, "ground_truth": text, "rewards": parts}
+        records += [plain, {**tokenised, "dropped": text[:300] if name == "script" else None}]
+    write_rollouts(folder, 0, records)
+    about = json.loads((folder / "run.json").read_text())
+    about |= {"pipeline": HOSTILE["script"], "command": [HOSTILE["script"]], "status": HOSTILE["script"]}
+    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "config.yaml").write_text(yaml.safe_dump({HOSTILE["script"]: HOSTILE["entities"]}))
+    metrics = {"step": 0, "time": 0.0, HOSTILE["script"]: 1.0, "actor/<b>bold</b>": 2.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    return folder
