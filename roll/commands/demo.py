@@ -1,0 +1,177 @@
+"""`roll demo`: watch a model learn on this machine, from nothing, within minutes.
+
+A project is made as `roll new` makes it, and trained as its README says: the demo does nothing that a user could not do
+with the same files, which stay where they are for a second look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from roll.commands.new_project import new_project
+from roll.pipeline.registry import load_config, pipeline_class
+from roll.utils.run_folder import METRICS_FILE
+from roll.utils.tracking import read_metrics
+
+NUM_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of the demo: what it is about in plain words, and the metric that says whether it learned."""
+
+    name: str
+    words: str
+    config: str
+    metric: str
+    what: str  # what the metric counts; empty for a run that only prepares the next one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage came to."""
+
+    stage: Stage
+    before: float
+    after: float
+    seconds: float
+    run_dir: Path
+
+
+GRPO = (
+    Stage(
+        "warm start",
+        "First, a little supervised learning: the model sees right answers until it gets about a third of the held-out "
+        "ones.",
+        "warm_start.yaml",
+        "val/exact_match",
+        "",
+    ),
+    Stage(
+        "GRPO",
+        "Now reinforcement: it answers each prompt eight times, a Python function says which answers are right, and "
+        "what worked becomes more likely. Nobody shows it an answer any more.",
+        "grpo.yaml",
+        "val_correct/all/mean",
+        "digits reversed, held out",
+    ),
+)
+
+
+def run_demo(folder: Path, *, everything: bool = False, console: Console | None = None) -> list[Outcome]:
+    """Run the demo in a new folder like `folder`, and print what happens. Returns what each stage came to."""
+    console = console or Console(highlight=False)
+    started = time.monotonic()
+    folder = _unused(folder)
+    console.print("\n[bold]A model learns to write digits backwards[/]: 12345< becomes 54321.")
+    console.print(f"A tokenizer of 14 tokens and a Qwen2 of 134,000 random parameters are made in {folder}.")
+    outcomes = _run_project(new_project(folder / "digits"), GRPO, console)
+    if everything:
+        from roll.commands.demo_stages import more_projects
+
+        for title, project, stages in more_projects(folder):
+            console.print(f"\n[bold]{title}[/]")
+            outcomes += _run_project(project, stages, console)
+    _print_outcomes(console, outcomes, time.monotonic() - started)
+    return outcomes
+
+
+def _run_project(project: Path, stages: tuple[Stage, ...], console: Console) -> list[Outcome]:
+    outcomes = []
+    for stage in stages:
+        console.print(Text(f"\n{stage.words}", style="cyan"))
+        outcome = _run_stage(project, stage)
+        _print_samples(console, outcome.run_dir)
+        if stage.what:
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _run_stage(project: Path, stage: Stage) -> Outcome:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    started = time.monotonic()
+    with _inside(project):
+        config = load_config(stage.config, warn=False).config
+        with pipeline_class(config)(config) as pipeline:
+            pipeline.run()
+        if pipeline.is_interrupted:
+            raise KeyboardInterrupt
+        run_dir = pipeline.run_dir.resolve()
+    values = [line[stage.metric] for line in read_metrics(run_dir / METRICS_FILE) if stage.metric in line]
+    return Outcome(stage, values[0], values[-1], time.monotonic() - started, run_dir)
+
+
+def _print_samples(console: Console, run_dir: Path) -> None:
+    """The first and the last answers to the same validation prompts, side by side."""
+    files = sorted((run_dir / "rollouts").glob("val-*.jsonl"))
+    if len(files) < 2:
+        return
+    first, last = (_samples(file) for file in (files[0], files[-1]))
+    table = Table("prompt", "answer before", "answer after", "right answer", box=None, padding=(0, 3, 0, 0))
+    # Those that were wrong before tell more than those that were right.
+    for key in sorted((first.keys() & last.keys()), key=lambda key: first[key]["score"] or 0)[:NUM_SHOWN]:
+        cells = [first[key]["prompt"], first[key]["response"], last[key]["response"], first[key]["ground_truth"]]
+        table.add_row(*(Text(str(cell).replace("<|im_end|>", "")) for cell in cells))
+    console.print(table)
+
+
+def _samples(file: Path) -> dict[str, dict[str, Any]]:
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {row["sample"]: row for row in rows}
+
+
+def _print_outcomes(console: Console, outcomes: list[Outcome], seconds: float) -> None:
+    table = Table("", "before", "after", "time", title="\nWhat was learned", title_justify="left")
+    for item in outcomes:
+        table.add_row(item.stage.what, f"{item.before:.2f}", f"{item.after:.2f}", f"{item.seconds:.0f} s")
+    console.print(table)
+    console.print(f"{seconds:.0f} s in all. The story of each run, down to its tokens:")
+    for item in outcomes:
+        report = item.run_dir / "report.html"
+        console.print(Text(f"  {report if report.is_file() else item.run_dir}"))
+    project = outcomes[0].run_dir.parent.parent
+    console.print(Text(f"\nNext: change {project / 'reward.py'}, then in that folder: roll train grpo.yaml"))
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _unused(folder: Path) -> Path:
+    number, found = 1, folder
+    while found.exists() and any(found.iterdir()):
+        number += 1
+        found = folder.with_name(f"{folder.name}-{number}")
+    return found
+
+
+def as_json(outcomes: list[Outcome]) -> list[Mapping[str, Any]]:
+    return [
+        {
+            "stage": item.stage.name,
+            "before": item.before,
+            "after": item.after,
+            "seconds": item.seconds,
+            "run": str(item.run_dir),
+        }
+        for item in outcomes
+    ]
