@@ -5,11 +5,11 @@
     python benchmarks/algorithms.py --roll-checkout /path/to/ROLL     # also against ROLL itself
 
 The loops are the code that one would write first: over T with operations on columns, or over rows and runs. All take
-turns, so that a busy machine slows them alike; a ratio is the median over turns of the ratio within a turn. Freed memory
-stays with the process, as in one that trains: with glibc's defaults it goes back to the system now and then, and the
-page faults of a result, a third of its time, are measured or not by chance (`--system-malloc` leaves it so). The error
-is max |difference| / max |value| against the loop in float64. Memory is what a fresh process needs on top of the inputs
-at its peak, results included, as a multiple of the inputs. verl is measured if it is installed.
+turns, so that a busy machine slows them alike; a ratio is the median over turns of the ratio within a turn. Freed
+memory stays with the process, as in one that trains: with glibc's defaults it goes back to the system now and then, so
+that the page faults of a result, a third of its time, are measured or not by chance (`--system-malloc` leaves it so).
+The error is max |difference| / max |value| against the loop in float64. Memory is what a fresh process needs on top of
+the inputs at its peak, results included, as a multiple of the inputs. verl is measured if it is installed.
 """
 
 from __future__ import annotations

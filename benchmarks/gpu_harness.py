@@ -1,9 +1,10 @@
 """How the GPU benchmarks measure, and the rows of their table.
 
 A group of ways to do the same thing runs in turns, so that a card that heats up hurts them alike; a ratio is the median
-over turns of the ratio within a turn. Times are between CUDA events on the current stream, after warm-up; with
-`flush_l2` each one starts with a cache that holds none of its inputs. Extra memory is the allocator's peak on top of
-what was there before the call, results and gradients included unless they are subtracted.
+over turns of the ratio within a turn. Times are between CUDA events on the current stream, after warm-up, with the
+host ahead of the device as it is in training: launching is not measured unless the operator itself waits for the
+device. With `flush_l2` each one starts with a cache that holds none of its inputs. Extra memory is the allocator's peak
+on top of what was there before the call, results and gradients included unless they are subtracted.
 
     turns = measure({"ours": ours, "one GEMM": gemm}, rounds=10)
     Row("linear_log_probs, forward", "8,192 x 3,584 x 151,936 bf16", turns["ours"].ms, ...)
@@ -26,6 +27,7 @@ from torch import Tensor
 
 Way = Callable[[], object]
 RESULTS = Path(__file__).parent / "results" / "h200.json"
+_HEAD_START = 1_500_000  # cycles, somewhat less than a millisecond, in which the host gets ahead
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl")
 
 
@@ -101,6 +103,7 @@ def measure(
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             if flush is not None:
                 flush.zero_()
+            torch.cuda._sleep(_HEAD_START)
             begin.record()
             for _ in range(repeat):
                 way()
@@ -134,11 +137,6 @@ def copy_bandwidth(num_bytes: int = 4 << 30) -> float:
     return 2 * num_bytes / (turns.ms / 1000)
 
 
-def fill_gpu(milliseconds: float = 2.0) -> None:
-    """Keeps the device busy while the host runs ahead, so that launches are no part of what is measured next."""
-    torch.cuda._sleep(int(milliseconds * 1.5e6))
-
-
 def environment() -> dict[str, Any]:
     """When, where and with what the numbers were made."""
     packages = {}
@@ -158,7 +156,16 @@ def environment() -> dict[str, Any]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    header = ("operator", "shape", "ms", "extra GiB", "error (torch)", "of floor", "faster than", "bounds")
+    header = (
+        "operator",
+        "shape",
+        "ms",
+        "extra GiB",
+        "error (torch)",
+        "of floor",
+        "peers: time of ours (GiB)",
+        "bounds",
+    )
     cells = [header, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
     lines = [
@@ -179,9 +186,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.extra_bytes / 2**30:.2f}",
         error,
         "" if row.of_floor is None else f"{row.of_floor:.2f} x {row.floor}",
-        ", ".join(f"{name} {ratio:.1f} x" for name, ratio in row.peers.items()),
+        ", ".join(_peer(name, ratio, row.peer_bytes.get(name)) for name, ratio in row.peers.items()),
         "; ".join(str(bound) for bound in row.bounds) + (f" {row.note}" if row.note else ""),
     )
+
+
+def _peer(name: str, ratio: float, extra_bytes: int | None) -> str:
+    memory = "" if extra_bytes is None else f" ({extra_bytes / 2**30:.1f})"
+    return f"{name} {ratio:.2g} x{memory}"
 
 
 def save(rows: Sequence[Row], facts: Mapping[str, Any], path: Path = RESULTS) -> None:
@@ -189,3 +201,10 @@ def save(rows: Sequence[Row], facts: Mapping[str, Any], path: Path = RESULTS) ->
     path.parent.mkdir(exist_ok=True)
     document = {**environment(), **facts, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def load(path: Path = RESULTS) -> tuple[dict[str, Any], list[Row]]:
+    """What `save` wrote: the facts, and the rows."""
+    document = json.loads(path.read_text())
+    rows = [Row(**{**row, "bounds": [Bound(**bound) for bound in row["bounds"]]}) for row in document.pop("rows")]
+    return document, rows

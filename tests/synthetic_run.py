@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,10 @@ def write_about(folder: Path, pipeline: str, steps: int, status: str) -> None:
         "seed": 42,
         "max_steps": steps,
         "rollout_batch_size": 8,
+        "prompt_length": 64,
+        "response_length": 64,
+        "sequence_length": 128,
+        "pretrain": "models/digits",
         "adv_estimator": "grpo",
         "init_kl_coef": 0.02,
         "actor_train": {"training_args": {"learning_rate": 1e-3, "per_device_train_batch_size": 8}},
@@ -258,15 +263,15 @@ def dropped_records(step: int) -> list[dict[str, Any]]:
 
 
 def token_id(text: str) -> int:
-    return sum(ord(character) * 31**i for i, character in enumerate(text)) % 50_000
+    return zlib.crc32(text.encode("utf-8", "replace")) % 50_000
 
 
-WORDS = textwrap.dedent('''
+WORDS = textwrap.dedent("""
     the of and to in is that it for as with was on be at by this had not are but from or have an they which one
     you were all her she there would their we him been has when who will no more if out so up said what its about
     than into them can only other time new some could these two may first then do any like my now over such our
     man me even most made after also
-''').split()
+""").split()
 
 HOSTILE = {
     "script": "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>",

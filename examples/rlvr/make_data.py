@@ -58,7 +58,11 @@ def split(rows: list[Row], num_held_out: int) -> tuple[list[Row], list[Row]]:
     return rows[num_held_out:], rows[:num_held_out]
 
 
-TASKS: dict[str, Callable[[random.Random], tuple[list[Row], list[Row]]]] = {"reverse": reverse, "sort": sort, "add": add}
+TASKS: dict[str, Callable[[random.Random], tuple[list[Row], list[Row]]]] = {
+    "reverse": reverse,
+    "sort": sort,
+    "add": add,
+}
 
 
 def make(folder: Path, seed: int = 0) -> Path:

@@ -2,20 +2,27 @@
 
 A loss is put together from three independent choices: how the importance ratio is formed (`ratio_type`), what is done
 with it (`surrogate`), and how tokens are reduced to a number (`agg_mode`, see aggregation). Everything is (B, T);
-column t speaks of token t+1. Masked entries may hold anything, NaN included.
+column t speaks of token t+1. Masked entries may hold anything, NaN included. On a GPU one kernel does all of it
+(`roll.ops.token_loss`); what is written here is what it computes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import Count, aggregate_loss, count_sequences, count_tokens
-from roll.algorithms.kl import MAX_LOG_RATIO, approx_kl
+from roll.algorithms.aggregation import AGGREGATION_MODES, Count, aggregate_loss, count_sequences, count_tokens
+from roll.algorithms.kl import KL_KINDS, MAX_LOG_RATIO, approx_kl
 from roll.algorithms.masking import check_mask, masked_mean, segment_masked_mean, select
+from roll.ops.token_loss import TokenLossInputs, TokenLossKind, can_fuse, token_loss
 
 RATIO_TYPES = ("token", "segment", "sequence")
+STATISTICS = (
+    *("ppo_ratio_high_clipfrac", "ppo_ratio_low_clipfrac", "ppo_ratio_clipfrac", "clipfrac"),
+    *("ratio_mean", "ratio_max", "ratio_min", "approxkl", "policykl"),
+)
 
 
 class TokenTerms(NamedTuple):
@@ -28,7 +35,11 @@ class TokenTerms(NamedTuple):
 
 
 class Surrogate(Protocol):
-    """What to do with the importance ratio: a loss per token, and where the ratio was cut off."""
+    """What to do with the importance ratio: a loss per token, and where the ratio was cut off.
+
+    Those of this module have a property `kernel` too: the name and the three numbers by which the GPU kernel knows
+    them. A surrogate without it is computed by its `__call__` everywhere.
+    """
 
     # The ratio counts as out of range below `low` and above `high`; None: no such bound.
     @property
@@ -59,6 +70,10 @@ class PPOClip:
             raise ValueError(f"the dual clip constant must be greater than 1, got {self.dual_clip}")
 
     @property
+    def kernel(self) -> tuple[str, float, float, float]:
+        return ("ppo" if self.dual_clip is None else "ppo_dual", self.low, self.high, self.dual_clip or 0.0)
+
+    @property
     def low(self) -> float:
         return 1 - self.clip_low
 
@@ -86,6 +101,10 @@ class Reinforce:
     low: None = None
     high: None = None
 
+    @property
+    def kernel(self) -> tuple[str, float, float, float]:
+        return ("reinforce", 0.0, 0.0, 0.0)
+
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
         return -terms.advantages_BT * terms.log_probs_BT, torch.zeros_like(terms.ratio_BT, dtype=torch.bool)
 
@@ -100,6 +119,10 @@ class TruncatedIS:
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high:
             raise ValueError(f"TIS bounds must satisfy 0 <= low <= high, got low={self.low}, high={self.high}")
+
+    @property
+    def kernel(self) -> tuple[str, float, float, float]:
+        return ("tis", self.low, self.high, 0.0)
 
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
         weight_BT = terms.ratio_BT.detach().clamp(self.low, self.high)
@@ -120,6 +143,10 @@ class CISPO:
     def __post_init__(self) -> None:
         # clip_low = 1 means no lower bound, the setting of the paper.
         _check_clip_range(self.clip_low, self.clip_high, allow_no_lower_bound=True)
+
+    @property
+    def kernel(self) -> tuple[str, float, float, float]:
+        return ("cispo_drop" if self.drop_clipped else "cispo", self.low, self.high, 0.0)
 
     @property
     def low(self) -> float:
@@ -152,6 +179,10 @@ class TOPR:
     low: None = None
     high: float = 1.0
 
+    @property
+    def kernel(self) -> tuple[str, float, float, float]:
+        return ("topr", self.positive_weight, self.negative_weight, self.high)
+
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
         positive_BT = terms.advantages_BT > 0
         taper_BT = terms.ratio_BT.detach().clamp(max=self.high)
@@ -167,6 +198,10 @@ class KimiK15:
     low: None = None
     high: None = None
 
+    @property
+    def kernel(self) -> tuple[str, float, float, float]:
+        return ("kimi15", self.tau, 0.0, 0.0)
+
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
         loss_BT = -terms.advantages_BT * terms.log_probs_BT + 0.5 * self.tau * terms.log_ratio_BT.square()
         return loss_BT, torch.zeros_like(loss_BT, dtype=torch.bool)
@@ -174,8 +209,8 @@ class KimiK15:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The parts of a policy loss, each a scalar of this batch over the counts of the whole step, and what they came
-    from, (B, T), without gradient."""
+    """The parts of a policy loss, each a scalar of this batch over the counts of the whole step, and what
+    `policy_statistics` makes its own from: tokens, or statistics that the kernel found together with the loss."""
 
     total: Tensor
     pg: Tensor  # without the row weights
@@ -183,6 +218,13 @@ class PolicyLoss:
     kl: Tensor | None  # None: no reference given
     entropy: Tensor | None  # None: no entropy given
     mask_BT: Tensor  # bool: tokens that took part, mask and keep
+    details: "TokenDetails | Mapping[str, Tensor]"
+
+
+@dataclass(frozen=True)
+class TokenDetails:
+    """What the loss came from, (B, T), without gradient."""
+
     log_ratio_BT: Tensor  # log p - log p_old, before any averaging and clamping; 0 where masked
     ratio_BT: Tensor  # 1 where masked
     clipped_BT: Tensor  # bool: a bound of the surrogate decided the loss
@@ -246,13 +288,38 @@ def policy_loss(
     for name, tensor in {"log_probs": log_probs_BT, **tensors}.items():
         if tensor is not None:
             check_mask(tensor, mask_BT, name)
-    kept_BT = mask_BT.bool() if keep_BT is None else mask_BT.bool() & keep_BT.bool()
-    counts = {
-        "num_tokens": count_tokens(mask_BT) if num_tokens is None else num_tokens,
-        "num_sequences": count_sequences(mask_BT) if num_sequences is None else num_sequences,
-        "norm_factor": norm_factor,
-    }
+    mask_BT, keep_BT = mask_BT.bool(), None if keep_BT is None else keep_BT.bool()
+    kept_BT = mask_BT if keep_BT is None else mask_BT & keep_BT
+    num_tokens = count_tokens(mask_BT) if num_tokens is None else num_tokens
+    num_sequences = count_sequences(mask_BT) if num_sequences is None else num_sequences
+    inputs = TokenLossInputs(
+        old_log_probs_BT=old_log_probs_BT,
+        advantages_BT=advantages_BT,
+        mask_BT=mask_BT,
+        keep_BT=keep_BT,
+        is_weight_BT=is_weight_BT,
+        ref_log_probs_BT=ref_log_probs_BT,
+        sample_weights_B=sample_weights_B,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        norm_factor=mask_BT.shape[-1] if norm_factor is None else norm_factor,
+    )
+    if can_fuse(log_probs_BT, entropy_BT, inputs) and hasattr(surrogate, "kernel"):
+        kind = TokenLossKind(
+            surrogate=surrogate.kernel,
+            low=surrogate.low,
+            high=surrogate.high,
+            ratio_type=ratio_type,
+            agg_mode=agg_mode,
+            kl_kind=KL_KINDS.get(kl_kind, "unknown"),
+            pg_coef=pg_coef,
+            kl_coef=kl_coef,
+            entropy_coef=entropy_coef,
+        )
+        if _is_known(kind, inputs):
+            return _fused_policy_loss(log_probs_BT, entropy_BT, inputs, kind, kept_BT)
 
+    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "norm_factor": norm_factor}
     log_probs_BT, advantages_BT = select(log_probs_BT, kept_BT), select(advantages_BT, kept_BT)
     token_log_ratio_BT = log_probs_BT - select(old_log_probs_BT, kept_BT)
     log_ratio_BT, ratio_BT = importance_ratio(token_log_ratio_BT, mask_BT, ratio_type=ratio_type, keep_BT=keep_BT)
@@ -281,11 +348,40 @@ def policy_loss(
         kl=None if kl is None else kl.detach(),
         entropy=None if entropy is None else entropy.detach(),
         mask_BT=kept_BT,
-        log_ratio_BT=token_log_ratio_BT.detach(),
-        ratio_BT=ratio_BT.detach(),
-        clipped_BT=clipped_BT,
-        low=surrogate.low,
-        high=surrogate.high,
+        details=TokenDetails(
+            log_ratio_BT=token_log_ratio_BT.detach(),
+            ratio_BT=ratio_BT.detach(),
+            clipped_BT=clipped_BT,
+            low=surrogate.low,
+            high=surrogate.high,
+        ),
+    )
+
+
+def _is_known(kind: TokenLossKind, inputs: TokenLossInputs) -> bool:
+    """Whether nothing is wrong with the arguments; if something is, the plain version finds the words for it."""
+    weights_B, norm_factor = inputs.sample_weights_B, inputs.norm_factor
+    return (
+        kind.ratio_type in RATIO_TYPES
+        and kind.agg_mode in AGGREGATION_MODES
+        and (inputs.ref_log_probs_BT is None or kind.kl_kind in ("kl", "abs", "mse", "k3"))
+        and (isinstance(norm_factor, Tensor) or norm_factor > 0)
+        and (weights_B is None or weights_B.shape == inputs.mask_BT.shape[:1])
+    )
+
+
+def _fused_policy_loss(
+    log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs, kind: TokenLossKind, kept_BT: Tensor
+) -> PolicyLoss:
+    total, found = token_loss(log_probs_BT, entropy_BT, inputs, kind)
+    return PolicyLoss(
+        total=total,
+        pg=found["pg"],
+        weighted_pg=found["weighted_pg"],
+        kl=None if inputs.ref_log_probs_BT is None else found["kl"],
+        entropy=None if entropy_BT is None else found["entropy"],
+        mask_BT=kept_BT,
+        details={name: found[name] for name in STATISTICS},
     )
 
 
@@ -297,7 +393,8 @@ def policy_statistics(
     num_sequences: Count,
     norm_factor: Count | None = None,
 ) -> dict[str, Tensor]:
-    """Scalars that describe an update. All but the extremes are parts of the whole step: micro-batches add up.
+    """Scalars that describe an update. All but the extremes are parts of the whole step: micro-batches add up. The
+    arguments are those that the loss was computed with.
 
     ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac   share of tokens whose ratio left the range of
                             the surrogate, whatever the sign of the advantage
@@ -306,11 +403,14 @@ def policy_statistics(
     ratio_max, ratio_min    over valid tokens; -inf and inf if there are none
     approxkl, policykl      (log r)^2 / 2 and log r against the old policy, aggregated as the loss is
     """
-    mask_BT, ratio_BT = loss.mask_BT, loss.ratio_BT
+    details = loss.details
+    if not isinstance(details, TokenDetails):
+        return dict(details)
+    mask_BT, ratio_BT = loss.mask_BT, details.ratio_BT
     counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "norm_factor": norm_factor}
     nowhere_BT = torch.zeros_like(mask_BT)
-    high_BT = nowhere_BT if loss.high is None else ratio_BT > loss.high
-    low_BT = nowhere_BT if loss.low is None else ratio_BT < loss.low
+    high_BT = nowhere_BT if details.high is None else ratio_BT > details.high
+    low_BT = nowhere_BT if details.low is None else ratio_BT < details.low
     out_of_range = {"high_": high_BT, "low_": low_BT, "": high_BT | low_BT}
     # One column of fill so that a batch without rows or tokens has extremes too.
     fill = ratio_BT.new_full((1,), torch.inf)
@@ -319,12 +419,12 @@ def policy_statistics(
             f"ppo_ratio_{side}clipfrac": aggregate_loss(share_BT.float(), mask_BT, "token-mean", num_tokens=num_tokens)
             for side, share_BT in out_of_range.items()
         },
-        "clipfrac": aggregate_loss(loss.clipped_BT.float(), mask_BT, agg_mode, **counts),
+        "clipfrac": aggregate_loss(details.clipped_BT.float(), mask_BT, agg_mode, **counts),
         "ratio_mean": aggregate_loss(ratio_BT, mask_BT, "seq-mean-token-mean", num_sequences=num_sequences),
         "ratio_max": torch.cat([select(ratio_BT, mask_BT, -torch.inf).flatten(), -fill]).max(),
         "ratio_min": torch.cat([select(ratio_BT, mask_BT, torch.inf).flatten(), fill]).min(),
-        "approxkl": aggregate_loss(0.5 * loss.log_ratio_BT.square(), mask_BT, agg_mode, **counts),
-        "policykl": aggregate_loss(loss.log_ratio_BT, mask_BT, agg_mode, **counts),
+        "approxkl": aggregate_loss(0.5 * details.log_ratio_BT.square(), mask_BT, agg_mode, **counts),
+        "policykl": aggregate_loss(details.log_ratio_BT, mask_BT, agg_mode, **counts),
     }
 
 

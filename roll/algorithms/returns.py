@@ -7,8 +7,7 @@ observation or padding, neither discounts nor contributes. Results are 0 where m
 from torch import Tensor
 
 from roll.algorithms.masking import check_mask
-from roll.ops.reverse_scan import DiscountedCumsum, reverse_scan, reverse_scan_runs
-from roll.ops.segments import map_valid_tokens
+from roll.ops.reverse_scan import advantage_scan, reverse_scan, reverse_scan_runs
 
 
 def check_discount(value: float, name: str) -> None:
@@ -38,18 +37,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     check_mask(values, mask, "values")
     check_discount(gamma, "gamma")
     check_discount(lam, "lambd")
-
-    scan = DiscountedCumsum(float(gamma * lam), rewards.shape[1] + 1, rewards.device)
-
-    def over_valid_tokens(r: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        # Columns run backwards in time and column 0 is the end of the row, so t' is the column to the left.
-        delta = r.sub_(v)
-        delta[:, 1:].add_(v[:, :-1], alpha=gamma)
-        advantages = scan(delta)
-        return advantages, v.add_(advantages)
-
-    advantages, returns = map_valid_tokens(over_valid_tokens, [rewards, values], mask.bool(), num_results=2)
-    return advantages, returns
+    return advantage_scan(rewards, values, mask.bool(), float(gamma), float(lam))
 
 
 def turn_discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

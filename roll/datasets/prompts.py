@@ -1,11 +1,11 @@
 """Prompts with checkable answers: rows of a file, rendered and tokenised, and which of them come when.
 
-    table = load_table("math.jsonl")                         # prompt or messages; ground_truth; tag; anything else
-    prompts = encode_prompts(table, tokenizer, max_length=512)
-    draw = PromptSampler(prompts, shares={"math": 0.7, "code": 0.3}, seed=0)
-    batch = draw.batch(64)                                   # 44 prompts of math, 20 of code
-    more = draw.take("math", 3)                              # three more of one domain, where filters dropped some
-    save(draw.state_dict())                                  # the exact position
+table = load_table("math.jsonl")                         # prompt or messages; ground_truth; tag; anything else
+prompts = encode_prompts(table, tokenizer, max_length=512)
+draw = PromptSampler(prompts, shares={"math": 0.7, "code": 0.3}, seed=0)
+batch = draw.batch(64)                                   # 44 prompts of math, 20 of code
+more = draw.take("math", 3)                              # three more of one domain, where filters dropped some
+save(draw.state_dict())                                  # the exact position
 """
 
 from __future__ import annotations

@@ -93,6 +93,11 @@ def end_tokens(tokenizer: Any, generation_config: Any = None) -> frozenset[int]:
     return frozenset(ids - {None})
 
 
+def text_of(tokenizer: Any) -> Decode:
+    """How stop strings see tokens: as they are, special tokens included."""
+    return lambda token_ids: tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+
 def cut_at_stop_string(
     token_ids: list[int], decode: Decode, stop_strings: Sequence[str], *, include: bool
 ) -> int | None:

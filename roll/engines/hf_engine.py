@@ -9,17 +9,17 @@ and position (`roll.engines.sampling`), so none of this can be seen in the sampl
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roll.engines.engine import Decode, OnOutput, cut_at_stop_string
+from roll.engines.engine import Decode
 from roll.engines.kv_cache import bytes_per_token, make_cache
-from roll.engines.request import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
+from roll.engines.request import SamplingParams
+from roll.engines.sample import Sample, SampleEngine
 from roll.engines.sampling import draw, stream_key, transform, uniforms
 from roll.models.lora import base_model
 from roll.ops.linear_logits import LinearLogits
@@ -31,7 +31,7 @@ LEAVE_TOGETHER = 0.25  # rows leave once this share of the batch has ended: the 
 LOGITS_COPIES = 6  # float32 tensors of the size of the logits that drawing a token needs
 
 
-class HFEngine:
+class HFEngine(SampleEngine):
     """Answers requests with a causal language model of `transformers`, or a `PeftModel` around one.
 
     Args:
@@ -50,107 +50,45 @@ class HFEngine:
         decode: Decode | None = None,
         max_batch_size: int | None = None,
     ) -> None:
+        super().__init__(eos_token_ids=eos_token_ids, decode=decode)
         self.model = model
         self.pad_token_id = pad_token_id
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.decode = decode
         self.max_batch_size = max_batch_size
-        self.policy_version = 0
-        self._one_call = threading.Lock()
-        self._aborting = threading.Lock()
-        self._running: frozenset[str] = frozenset()
-        self._aborted: frozenset[str] = frozenset()
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, on_output: OnOutput | None = None
-    ) -> list[GenerationOutput]:
-        """See `Engine.generate`. Calls of several threads take turns."""
-        with self._one_call:
-            request_ids = frozenset(request.request_id for request in requests)
-            if len(request_ids) < len(requests):
-                raise ValueError("two requests of one call have the same request_id")
-            with self._aborting:
-                self._running, self._aborted = request_ids, frozenset()
-            was_training = self.model.training
-            self.model.eval()
-            try:
-                return self._generate(requests, on_output or (lambda output: None))
-            finally:
-                self.model.train(was_training)
-                with self._aborting:
-                    self._running = self._aborted = frozenset()
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
 
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """See `Engine.abort`. Takes effect before the next token."""
-        with self._aborting:
-            self._aborted |= self._running if request_ids is None else self._running & frozenset(request_ids)
+    @property
+    def max_tokens(self) -> int | None:
+        return getattr(self._config, "max_position_embeddings", None)
 
     def reset_prefix_cache(self) -> None:
         """Nothing is kept from one call to the next."""
 
-    def _generate(self, requests: Sequence[GenerationRequest], on_output: OnOutput) -> list[GenerationOutput]:
-        outputs: dict[tuple[str, int], GenerationOutput] = {}
-        version = self.policy_version
-
-        def finish(row: _Row) -> None:
-            output = row.output(version)
-            outputs[output.request_id, output.sample_index] = output
-            on_output(output)
-
-        waiting: list[_Row] = []
-        max_tokens = getattr(self._config, "max_position_embeddings", None)
-        for request in requests:
-            problem = self._problem(request, max_tokens)
-            for index in range(request.num_samples):
-                row = _Row(request, index, self._limit(request, max_tokens), self.eos_token_ids, self.decode)
-                if problem is None:
-                    waiting.append(row)
-                else:
-                    row.fail(problem)
-                    finish(row)
-        with torch.no_grad():
-            for rows in self._batches(waiting):
+    @torch.no_grad()
+    def run(self, samples: list[Sample], finish: Callable[[Sample], None]) -> None:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            for rows in self._batches(samples):
+                alive = []
                 for row in rows:
-                    if self.is_aborted(row):
+                    if row.request.request_id in self.aborts:
                         row.finish_reason = "abort"
                         finish(row)
-                alive = [row for row in rows if row.finish_reason is None]
+                    else:
+                        alive.append(row)
                 batch = _Batch(self, alive) if alive else None
                 while batch is not None and batch.rows:
                     for row in batch.advance():
                         finish(row)
-        return [outputs[request.request_id, index] for request in requests for index in range(request.num_samples)]
+        finally:
+            self.model.train(was_training)
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def _problem(self, request: GenerationRequest, max_tokens: int | None) -> str | None:
-        """Why the model cannot take this request, "what: details"."""
-        ids = (*request.prompt_ids, *request.prefix_ids)
-        vocab_size = self._config.vocab_size
-        if not request.prompt_ids:
-            return "empty prompt: a request needs at least one prompt token"
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            return f"unknown token: id {wrong}, the vocabulary has {vocab_size}"
-        if max_tokens is not None and len(ids) >= max_tokens:
-            return f"prompt too long: {len(ids)} tokens leave no room for an answer, the model takes {max_tokens}"
-        if len(request.prefix_ids) >= request.sampling.max_new_tokens:
-            return f"nothing to generate: {len(request.prefix_ids)} prefix tokens reach max_new_tokens"
-        if request.sampling.stop_strings and self.decode is None:
-            return "no decoder: stop strings need an engine that was given `decode`"
-        return None
-
-    @staticmethod
-    def _limit(request: GenerationRequest, max_tokens: int | None) -> int:
-        """How many new tokens the request may get; what the model takes is the last limit."""
-        limit = request.sampling.max_new_tokens - len(request.prefix_ids)
-        if max_tokens is None:
-            return limit
-        return min(limit, max_tokens - len(request.prompt_ids) - len(request.prefix_ids))
-
-    def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+    def _batches(self, rows: list[Sample]) -> Iterator[list[Sample]]:
         """Rows that are sampled alike, longest prompts first, samples of a request side by side."""
-        by_sampling: dict[tuple[float, ...], list[_Row]] = {}
+        by_sampling: dict[tuple[float, ...], list[Sample]] = {}
         for row in rows:
             by_sampling.setdefault(_sampling_group(row.request.sampling), []).append(row)
         for group in by_sampling.values():
@@ -171,18 +109,9 @@ class HFEngine:
         logits = 4 * LOGITS_COPIES * self._config.vocab_size
         return max(budget // (bytes_per_token(self._config, parameter.dtype) * num_tokens + logits), 1)
 
-    # -- the model ---------------------------------------------------------------------------------------------------
-
     @property
     def _config(self) -> Any:
         return base_model(self.model).config.get_text_config(decoder=True)
-
-    def is_aborted(self, row: _Row) -> bool:
-        return row.request.request_id in self._aborted
-
-    @property
-    def any_aborted(self) -> bool:
-        return bool(self._aborted)
 
 
 def _sampling_group(sampling: SamplingParams) -> tuple[float, ...]:
@@ -192,98 +121,30 @@ def _sampling_group(sampling: SamplingParams) -> tuple[float, ...]:
     return (sampling.temperature, sampling.repetition_penalty, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-@dataclass(eq=False)
-class _Row:
-    """One sample on its way."""
-
-    request: GenerationRequest
-    sample_index: int
-    limit: int
-    eos_token_ids: frozenset[int]
-    decode: Decode | None
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-    @property
-    def num_given(self) -> int:
-        """Tokens that are there before the first one is generated."""
-        return len(self.request.prompt_ids) + len(self.request.prefix_ids)
-
-    def take(self, token_ids: list[int], log_probs: list[float]) -> None:
-        """The next tokens; those after the row's end are ignored."""
-        sampling = self.request.sampling
-        for token_id, log_prob in zip(token_ids, log_probs, strict=True):
-            if log_prob != log_prob:  # NaN
-                return self.fail("logits are not numbers: the model's weights or its precision are broken")
-            self.token_ids.append(token_id)
-            self.log_probs.append(log_prob)
-            if token_id in self.eos_token_ids or token_id in sampling.stop_token_ids:
-                self.finish_reason = "stop"
-                return None
-            if sampling.stop_strings and self._stops_at_text():
-                self.finish_reason = "stop"
-                return None
-            if len(self.token_ids) == self.limit:
-                self.finish_reason = "length"
-                return None
-        return None
-
-    def fail(self, error: str) -> None:
-        self.token_ids, self.log_probs = [], []
-        self.finish_reason, self.error = "error", error
-
-    def output(self, policy_version: int) -> GenerationOutput:
-        assert self.finish_reason is not None
-        return GenerationOutput(
-            request_id=self.request.request_id,
-            sample_index=self.sample_index,
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            finish_reason=self.finish_reason,
-            policy_version=policy_version,
-            error=self.error,
-        )
-
-    def _stops_at_text(self) -> bool:
-        """Whether the last token completes a stop string; the response is then cut as the request wants it."""
-        assert self.decode is not None
-        sampling = self.request.sampling
-        response = [*self.request.prefix_ids, *self.token_ids]
-        # A token has at least a byte. The margin is for characters that begin before the tail.
-        tail = response[-max(len(stop.encode()) for stop in sampling.stop_strings) - 8 :]
-        text = self.decode(tail)
-        if not any(stop in text for stop in sampling.stop_strings):
-            return False
-        kept = cut_at_stop_string(
-            response, self.decode, sampling.stop_strings, include=sampling.include_stop_str_in_output
-        )
-        if kept is None:
-            return False
-        kept = max(kept - len(self.request.prefix_ids), 0)
-        del self.token_ids[kept:], self.log_probs[kept:]
-        return True
+@cache
+def _last_logits_only(model_class: type[nn.Module]) -> dict[str, int]:
+    """The argument that makes a model compute logits of the last position alone, if it has one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model_class.forward).parameters else {}
 
 
 class _Batch:
     """Rows that are generated together: their cache, and the logits of their next tokens."""
 
-    def __init__(self, engine: HFEngine, rows: list[_Row]) -> None:
-        self.engine = engine
+    def __init__(self, engine: HFEngine, rows: list[Sample]) -> None:
+        self.aborts = engine.aborts
+        self.pad_token_id = engine.pad_token_id
         self.model = engine.model
         self.rows = rows
         self.sampling = rows[0].request.sampling
         self.device = next(self.model.parameters()).device
         self.num_new = 0
-        self._gone: set[_Row] = set()  # rows that have ended and still have a place
+        self._gone: set[Sample] = set()  # rows that have ended and still have a place
         config = base_model(self.model).config
         text_config = config.get_text_config(decoder=True)
         # A mask of four dimensions is taken as it is; models with other kinds of attention make their own from two.
         layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         self.takes_full_mask = layer_types == {"full_attention"} and text_config._attn_implementation == "sdpa"
-        forward = inspect.signature(base_model(self.model).forward).parameters
-        self.options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in forward else {})
+        self.options = {"use_cache": True} | _last_logits_only(type(base_model(self.model)))
 
         most_new = max(row.limit for row in rows)
         self.cache = make_cache(config, room=most_new if self.device.type == "cpu" else min(most_new, 1024))
@@ -293,7 +154,7 @@ class _Batch:
         )
         self.offsets_R1 = self._tensor([[len(row.request.prefix_ids)] for row in rows])
 
-    def advance(self) -> list[_Row]:
+    def advance(self) -> list[Sample]:
         """Generate the next few tokens of all rows. Returns the rows that ended, which leave the batch."""
         most = max(row.limit - len(row.token_ids) for row in self.rows if row.finish_reason is None)
         num_steps = min(TOKENS_PER_ROUND.get(self.device.type, 8), most)
@@ -301,7 +162,7 @@ class _Batch:
         tokens: list[Tensor] = []
         log_probs: list[Tensor] = []
         for step in range(num_steps):
-            if self.engine.any_aborted and any(self.engine.is_aborted(row) for row in self.rows):
+            if self.aborts and any(row.request.request_id in self.aborts for row in self.rows):
                 break
             token_R, log_prob_R = self._draw(None if uniforms_RT is None else uniforms_RT[:, step])
             tokens.append(token_R)
@@ -329,7 +190,7 @@ class _Batch:
                 given.append([*row.request.prompt_ids, *row.request.prefix_ids])
         lengths_P = [len(ids) for ids in given]
         width = max(lengths_P)
-        pad = self.engine.pad_token_id
+        pad = self.pad_token_id
         ids_PW = self._tensor([[pad] * (width - len(ids)) + ids for ids in given])
         self.mask_RC: Tensor | None = None
         self.positions_R1: Tensor | None = None
@@ -379,10 +240,10 @@ class _Batch:
         if self.positions_R1 is not None:
             self.positions_R1 = self.positions_R1 + 1
 
-    def _leave(self) -> list[_Row]:
+    def _leave(self) -> list[Sample]:
         """The rows that have just ended. Their places are given up once a quarter of the batch is done."""
         for row in self.rows:
-            if row.finish_reason is None and self.engine.is_aborted(row):
+            if row.finish_reason is None and row.request.request_id in self.aborts:
                 row.finish_reason = "abort"
         ended = [row for row in self.rows if row.finish_reason is not None and row not in self._gone]
         self._gone.update(ended)

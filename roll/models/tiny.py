@@ -36,8 +36,8 @@ def character_tokenizer(characters: str = ASCII, *, model_max_length: int = 512)
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     unusual = sorted({character for character in characters if not character.isascii()})
     if not characters or repeated or unusual:
-        wrong = f"{', '.join(map(repr, repeated))} twice" if repeated else f"{unusual}, not ASCII" if unusual else "none"
-        raise ConfigError(f"characters: expected different ASCII characters, found {wrong}")
+        found = f"{repeated} more than once" if repeated else f"{unusual}" if unusual else "none"
+        raise ConfigError(f"characters: expected different ASCII characters, found {found}")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokens = [PAD, START, END, *(byte_level.pre_tokenize_str(character)[0][0] for character in characters)]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))

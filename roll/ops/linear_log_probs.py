@@ -11,26 +11,28 @@ against three with a logits tensor; three here as well for tiles that may be kep
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from roll.ops.linear_logits import LinearLogits
-from roll.ops.selection import Selection, select
+from roll.ops.selection import LabelCheck, Selection, select
 from roll.ops.softmax_rows import (
     LogitTransform,
     RowGradients,
     RowStatistics,
     RunningStatistics,
     accumulation_dtype,
+    kernels_for,
     piece_limits,
     row_gradient_,
 )
+from roll.ops.streams import Beside
 
-# Rows of a buffer start at multiples of this, so that an odd vocabulary costs the matrix products nothing.
-_ROW_ALIGNMENT = 64
+_ROW_ALIGNMENT = 64  # logits
 
 
 def linear_log_probs(
@@ -62,10 +64,10 @@ def linear_log_probs(
     float32. Gradients flow to hidden, weight and bias, from both results; only what is required is computed. There is
     no second derivative. At most `chunk_rows` x V logits exist at one time, in forward and in backward; the default
     keeps them at about 64 MB on a CPU and 132 MB on an accelerator. The selected rows of `hidden` are copied when the
-    mask leaves rows out. On an accelerator each call waits once for the device, to learn how many are selected.
+    mask leaves rows out. On an accelerator each call waits once for the work before it, to learn how many are selected.
 
     Up to `keep_bytes` of logits are kept for backward, which then does not make them again: one matrix product of four
-    less where all fit (2 bytes x selected positions x V in bfloat16). Results and gradients are the same to the bit.
+    less where all fit (2 bytes x selected positions x V in bfloat16). They then form a single tile.
 
         >>> hidden, weight = torch.eye(2), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
         >>> linear_log_probs(hidden, weight, torch.tensor([1, 0]), mask=torch.tensor([1, 0]))[0]
@@ -73,8 +75,14 @@ def linear_log_probs(
     """
     output = LinearLogits(hidden, weight, bias, scale, soft_cap, vocab_size)
     check_linear_logits(output)
-    selection = select(hidden.shape[:-1], mask, labels, output.shape[-1], hidden.device)
-    return selected_linear_log_probs(output, selection, temperature, with_entropy, chunk_rows, keep_bytes)
+    # The kernels skip a label that is not there, so it can be found while they run; an index operation cannot.
+    check_later = mask is None and kernels_for(hidden) is not None
+    selection = select(hidden.shape[:-1], mask, labels, output.shape[-1], hidden.device, check=not check_later)
+    check = LabelCheck(selection, output.shape[-1]) if check_later else None
+    results = selected_linear_log_probs(output, selection, temperature, with_entropy, chunk_rows, keep_bytes)
+    if check is not None:
+        check.wait()
+    return results
 
 
 def check_linear_logits(output: LinearLogits) -> None:
@@ -141,6 +149,8 @@ class _Options:
 
     def tile_shape(self, num_rows: int, device: torch.device) -> tuple[int, int]:
         """Rows and columns of a tile: all rows if enough columns remain, equal tiles rather than a small last one."""
+        if num_rows * self.num_columns * self.dtype.itemsize <= self.keep_bytes:
+            return num_rows, self.num_columns
         limits = piece_limits(device)
         if self.chunk_rows is None:
             num_logits = limits.tile_bytes // self.dtype.itemsize
@@ -170,9 +180,11 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, selection: Selection, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
-        keep_bytes = options.keep_bytes if any(ctx.needs_input_grad) else 0
+        if not any(ctx.needs_input_grad):
+            options = replace(options, keep_bytes=0)
         with torch.autocast(hidden.device.type, enabled=False):
-            tiles = _Tiles(hidden, weight, bias, selection, options, keep_bytes)
+            num_buffers = 1 if kernels_for(hidden) is None else 2
+            tiles = _Tiles(hidden, weight, bias, selection, options, num_buffers=num_buffers)
             statistics = _forward(tiles, selection, options)
         ctx.save_for_backward(hidden, weight, bias, selection.index, selection.labels, *statistics)
         ctx.shape, ctx.options, ctx.kept = selection.shape, options, tiles.kept
@@ -199,8 +211,8 @@ class _LinearLogProbs(torch.autograd.Function):
             arrived = RowGradients(
                 RowStatistics(*statistics),
                 labels,
-                None if grad_log_probs is None else selection.take(grad_log_probs),
-                None if grad_entropy is None else selection.take(grad_entropy),
+                None if grad_log_probs is None else selection.take(grad_log_probs).contiguous(),
+                None if grad_entropy is None else selection.take(grad_entropy).contiguous(),
             )
             tiles = _Tiles(hidden, weight, bias, selection, ctx.options, kept=kept)
             grad_rows, grad_weight, grad_bias = _backward(tiles, arrived, ctx.options, ctx.needs_input_grad)
@@ -211,7 +223,7 @@ class _LinearLogProbs(torch.autograd.Function):
 class _Tiles:
     """The raw logits of the selected rows, tile by tile: a band of rows and a slice of the vocabulary.
 
-    `kept` holds the tiles that were made with room for them in `keep_bytes`; all others share one buffer.
+    `kept` holds tiles for backward, as many as `options.keep_bytes` has room for; the others share `num_buffers`.
     """
 
     def __init__(
@@ -221,7 +233,8 @@ class _Tiles:
         bias: Tensor | None,
         selection: Selection,
         options: _Options,
-        keep_bytes: int = 0,
+        *,
+        num_buffers: int = 1,
         kept: dict[tuple[int, int], Tensor] | None = None,
     ) -> None:
         self.rows = selection.take(hidden).to(options.dtype)
@@ -230,58 +243,72 @@ class _Tiles:
         self.height, self.width = options.tile_shape(num_rows, hidden.device)
         self.bands = [slice(top, min(top + self.height, num_rows)) for top in range(0, num_rows, max(1, self.height))]
         self.parts = [slice(left, min(left + self.width, num_columns)) for left in range(0, num_columns, self.width)]
-        self.keep_bytes = keep_bytes
+        self.num_buffers, self.keep_bytes = num_buffers, options.keep_bytes
         self.kept = {} if kept is None else kept
-        self.buffer: Tensor | None = None
+        self.buffers: deque[Tensor] = deque()  # the one whose turn is next comes first
 
     def weight_of(self, part: slice) -> Tensor:
         return self.weight[part].to(self.dtype)
 
-    def take(self, band: slice, part: slice) -> tuple[Tensor, bool]:
-        """A tile, and whether it is the caller's to write into: one that was kept before, or one that is not kept."""
+    def take(self, band: slice, part: slice) -> Tensor:
+        """A tile for the caller to write into: one that was kept, or one that is made now."""
         kept = self.kept.pop((band.start, part.start), None)
         if kept is not None:
-            return kept, True
-        height, width = band.stop - band.start, part.stop - part.start
-        tile = self._room()[:height, :width]
-        bias = None if self.bias is None else self.bias[part].to(self.dtype)
-        _linear(self.rows[band], self.weight_of(part), bias, out=tile)
-        if self.buffer is None:
-            self.kept[(band.start, part.start)] = tile
-        return tile, self.buffer is not None
+            return kept
+        if len(self.buffers) < self.num_buffers:
+            self.buffers.appendleft(self._new_buffer())
+        tile = self.buffers[0][: band.stop - band.start, : part.stop - part.start]
+        self.buffers.rotate(-1)
+        return self._make(tile, band, part)
 
-    def _room(self) -> Tensor:
-        if self.buffer is None:
-            room = _aligned_buffer(self.height, self.width, self.dtype, self.rows.device)
-            if room.nbytes > self.keep_bytes:
-                self.buffer = room
-            else:
-                self.keep_bytes -= room.nbytes
-            return room
-        return self.buffer
+    def make_to_keep(self, band: slice, part: slice) -> Tensor | None:
+        """A tile that stays as it is until it is taken; None if there is no room left."""
+        num_bytes = self.height * self.width * self.dtype.itemsize
+        if num_bytes > self.keep_bytes:
+            return None
+        self.keep_bytes -= num_bytes
+        tile = self._new_buffer()[: band.stop - band.start, : part.stop - part.start]
+        self.kept[(band.start, part.start)] = tile
+        return self._make(tile, band, part)
+
+    def _new_buffer(self) -> Tensor:
+        # Rows start at multiples of this, so that an odd vocabulary costs the matrix products nothing.
+        width = math.ceil(self.width / _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        return torch.empty(self.height, width, dtype=self.dtype, device=self.rows.device)
+
+    def _make(self, tile: Tensor, band: slice, part: slice) -> Tensor:
+        if self.bias is None:
+            return torch.mm(self.rows[band], self.weight_of(part).t(), out=tile)
+        return torch.addmm(self.bias[part].to(self.dtype), self.rows[band], self.weight_of(part).t(), out=tile)
 
 
 def _forward(tiles: _Tiles, selection: Selection, options: _Options) -> RowStatistics:
-    assert selection.labels is not None
     running = RunningStatistics(
         selection.num_selected,
         options.num_columns,
         selection.labels,
         options.transform,
         options.with_entropy,
-        tiles.rows,
+        like=tiles.rows,
     )
+    beside = Beside(tiles.rows.device, tiles.num_buffers)
     for band in tiles.bands:
         for part in tiles.parts:
-            tile, is_free = tiles.take(band, part)
-            running.add(tile, band, first_column=part.start, overwrite=is_free)
+            tile = tiles.make_to_keep(band, part)
+            is_kept = tile is not None
+            if tile is None:
+                beside.wait_for_a_buffer()
+                tile = tiles.take(band, part)
+            with beside.run(reads_buffer=not is_kept):
+                running.add(tile, band, first_column=part.start, overwrite=not is_kept)
+    beside.join()
     return running.statistics
 
 
 def _backward(
     tiles: _Tiles, arrived: RowGradients, options: _Options, needs_grad: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the selected rows, in the accumulation dtype, of the weight and of the bias."""
+    """Gradients of the selected rows, of the weight and of the bias."""
     weight, bias, rows = tiles.weight, tiles.bias, tiles.rows
     sum_dtype = accumulation_dtype(options.dtype)
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_grad[1] else None
@@ -289,12 +316,14 @@ def _backward(
     for grad in (grad_weight, grad_bias):
         if grad is not None:  # what pads the vocabulary is not written below; with no rows nothing is
             grad[options.num_columns if tiles.bands else 0 :].zero_()
-    grad_rows = torch.empty_like(rows, dtype=sum_dtype) if needs_grad[0] else None
+    grad_rows = None
+    if needs_grad[0]:
+        grad_rows = torch.empty_like(rows, dtype=rows.dtype if len(tiles.parts) == 1 else sum_dtype)
     for part in tiles.parts if tiles.bands else ():
         weight_sum = None if grad_weight is None else _sum_buffer(grad_weight[part], len(tiles.bands) > 1)
         bias_sum = None if grad_bias is None else torch.zeros_like(grad_bias[part], dtype=sum_dtype)
         for band in tiles.bands:
-            tile, _ = tiles.take(band, part)
+            tile = tiles.take(band, part)
             row_gradient_(tile, arrived.rows(band), options.transform, first_column=part.start)
             if grad_rows is not None:
                 _add_product(grad_rows[band], tile, tiles.weight_of(part), first=part.start == 0)
@@ -309,23 +338,10 @@ def _backward(
     return grad_rows, grad_weight, grad_bias
 
 
-def _aligned_buffer(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    width = math.ceil(num_columns / _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    return torch.empty(num_rows, width, dtype=dtype, device=device)
-
-
 def _sum_buffer(grad: Tensor, several_products: bool) -> Tensor:
     """Where products for `grad` are summed: there, or in float32 if it would round each of several in low precision."""
     sum_dtype = accumulation_dtype(grad.dtype)
     return torch.empty_like(grad, dtype=sum_dtype) if several_products and grad.dtype != sum_dtype else grad
-
-
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = rows @ weight.T + bias."""
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roll.ops.linear_log_probs import check_linear_logits, selected_linear_log_probs
 from roll.ops.linear_logits import LinearLogits
-from roll.ops.selection import Selection, check_labels, select
+from roll.ops.selection import LabelCheck, Selection, select
 from roll.ops.softmax_rows import (
     LogitTransform,
     RowGradients,
@@ -96,11 +96,12 @@ def log_probs_and_entropy(
     """
     _check_logits(logits)
     # The kernels skip a label that is not there, so it can be found while they run; an index operation cannot.
-    check = mask is not None or kernels_for(logits) is None
-    selection = select(logits.shape[:-1], mask, labels, logits.shape[-1], logits.device, check=check)
+    check_later = mask is None and kernels_for(logits) is not None
+    selection = select(logits.shape[:-1], mask, labels, logits.shape[-1], logits.device, check=not check_later)
+    check = LabelCheck(selection, logits.shape[-1]) if check_later else None
     log_probs, entropy = _selected_log_probs(logits, selection, temperature, with_entropy, overwrite_logits)
-    if not check:
-        check_labels(selection, logits.shape[-1])
+    if check is not None:
+        check.wait()
     assert log_probs is not None
     return log_probs, entropy
 
@@ -189,8 +190,8 @@ class _LogProbsFromLogits(torch.autograd.Function):
         rows = RowGradients(
             RowStatistics(*columns),
             labels,
-            None if grad_log_probs is None else selection.take(grad_log_probs),
-            None if grad_entropy is None else selection.take(grad_entropy),
+            None if grad_log_probs is None else selection.take(grad_log_probs).contiguous(),
+            None if grad_entropy is None else selection.take(grad_entropy).contiguous(),
         )
         if ctx.overwrite and _has_own_memory(logits):
             grad = logits.detach()

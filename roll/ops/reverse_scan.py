@@ -1,4 +1,4 @@
-"""First-order recurrences over tokens, as scaled cumulative sums instead of a loop."""
+"""First-order recurrences over tokens: an associative scan on a GPU, scaled cumulative sums elsewhere, no loop."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll.ops.segments import Runs, map_valid_tokens, row_chunks
+from roll.ops.segments import Runs, map_valid_tokens, row_chunks, scan_kernels
 
 # Powers of the decay inside one block stay within this factor: times any float32, and summed up, it fits float64.
 MAX_SCALE = 1e250
@@ -18,8 +18,29 @@ def reverse_scan(x_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
     `decay` lies in [0, 1]; 0 and 1 are exact. Any content of masked entries is ignored; valid ones are finite.
     Example: x = [[1, 2, 9, 4]], mask = [[1, 1, 0, 1]], decay = 0.5 -> [[3, 4, 0, 4]].
     """
+    if kernels := scan_kernels(x_BT):
+        return kernels.discounted_sums(x_BT.detach(), None, mask_BT, decay, 1.0)[1]
     scan = DiscountedCumsum(decay, x_BT.shape[1] + 1, x_BT.device)
     return map_valid_tokens(lambda x: (scan(x),), [x_BT], mask_BT)[0]
+
+
+def advantage_scan(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """(A, A + V) with A[t] = r[t] + gamma V[t'] - V[t] + gamma lam A[t']; V and A are 0 after the last valid token."""
+    if kernels := scan_kernels(rewards_BT):
+        return kernels.discounted_sums(rewards_BT.detach(), values_BT.detach(), mask_BT, gamma, lam)
+    scan = DiscountedCumsum(gamma * lam, rewards_BT.shape[1] + 1, rewards_BT.device)
+
+    def over_valid_tokens(r: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        # Columns run backwards in time and column 0 is the end of the row, so t' is the column to the left.
+        delta = r.sub_(v)
+        delta[:, 1:].add_(v[:, :-1], alpha=gamma)
+        advantages = scan(delta)
+        return advantages, v.add_(advantages)
+
+    advantages_BT, returns_BT = map_valid_tokens(over_valid_tokens, [rewards_BT, values_BT], mask_BT, num_results=2)
+    return advantages_BT, returns_BT
 
 
 @torch.no_grad()

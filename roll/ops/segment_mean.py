@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from roll.ops.segments import Runs, row_chunks
+from roll.ops.segments import Runs, row_chunks, scan_kernels
 
 
 def segment_mean(x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None = None) -> Tensor:
@@ -25,6 +25,8 @@ class _SegmentMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None) -> Tensor:
         ctx.save_for_backward(mask_BT, keep_BT)
+        if kernels := scan_kernels(x_BT):
+            return kernels.segment_means(x_BT, mask_BT, keep_BT, backward=False)
         return _spread_sums(x_BT, mask_BT, keep_BT, sum_over=keep_BT)
 
     @staticmethod
@@ -32,6 +34,8 @@ class _SegmentMean(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (the base class declares *grad_outputs)
     def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None]:
         mask_BT, keep_BT = ctx.saved_tensors
+        if kernels := scan_kernels(grad_BT):
+            return kernels.segment_means(grad_BT, mask_BT, keep_BT, backward=True), None, None
         grad_BT = _spread_sums(grad_BT, mask_BT, keep_BT, sum_over=None)
         return grad_BT if keep_BT is None else torch.where(keep_BT, grad_BT, 0.0), None, None
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from roll.ops.streams import second_stream
+
 
 class Selection(NamedTuple):
     """Positions of a tensor of any shape, seen flat."""
@@ -45,7 +47,7 @@ def select(
 
     On an accelerator the whole of it costs one host sync, for the number of positions and of bad labels together.
     `label_shift` is how far right of its position a label stands in the tensor that the caller knows as `labels_name`.
-    Without a mask and with `check` False there is none: the caller calls `check_labels` while the device works.
+    Without a mask and with `check` False there is none: the caller runs a `LabelCheck` while the device works.
     """
     for name, tensor in (("mask", mask), (labels_name, labels)):
         if tensor is not None and tensor.shape != shape:
@@ -55,7 +57,7 @@ def select(
     if labels is not None and (labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()):
         raise ValueError(f"{labels_name} has dtype {labels.dtype}, expected integers")
 
-    labels = None if labels is None else labels.reshape(-1).long()
+    labels = None if labels is None else labels.reshape(-1).long().contiguous()
     if mask is None and not check:
         return Selection(None, labels, shape)
     chosen = None if mask is None else mask.reshape(-1) != 0
@@ -72,12 +74,38 @@ def select(
     return Selection(index, None if labels is None else labels.index_select(0, index), shape)
 
 
-def check_labels(selection: Selection, vocab_size: int) -> None:
-    """What `select` left to its caller: IndexError if a label is outside the vocabulary. One host sync."""
-    assert selection.labels is not None and selection.index is None
-    bad = (selection.labels < 0) | (selection.labels >= vocab_size)
-    if bool(bad.any()):
-        raise _label_error(bad, selection.labels, selection.shape, vocab_size, "labels", 0)
+class LabelCheck:
+    """The check that `select` left to its caller: begun before work is launched, asked for after.
+
+    It runs on a second stream, so that the host waits for what came before the work and not for the work itself.
+    """
+
+    def __init__(self, selection: Selection, vocab_size: int) -> None:
+        assert selection.labels is not None and selection.index is None
+        self.selection, self.vocab_size = selection, vocab_size
+        self.labels = selection.labels
+        self.done: torch.cuda.Event | None = None
+        if self.labels.numel() == 0:
+            self.extremes = torch.zeros(2, dtype=torch.long)
+        elif not self.labels.is_cuda:
+            self.extremes = torch.stack(torch.aminmax(self.labels))
+        else:
+            self.extremes = torch.empty(2, dtype=torch.long, pin_memory=True)
+            side = second_stream(self.labels.device)
+            side.wait_stream(torch.cuda.current_stream(self.labels.device))
+            with torch.cuda.stream(side):
+                self.extremes.copy_(torch.stack(torch.aminmax(self.labels)), non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record(side)
+
+    def wait(self) -> None:
+        """IndexError if a label is outside the vocabulary."""
+        if self.done is not None:
+            self.done.synchronize()
+        lowest, highest = self.extremes.tolist()
+        if lowest < 0 or highest >= self.vocab_size:
+            bad = (self.labels < 0) | (self.labels >= self.vocab_size)
+            raise _label_error(bad, self.labels, self.selection.shape, self.vocab_size, "labels", 0)
 
 
 def _label_error(

@@ -281,40 +281,41 @@ def _expm1(x):
 
 
 @triton.jit
-def _label_gradient(
-    log_prob,
-    normalizer,
-    entropy,
-    grad_log_prob,
-    grad_entropy,
-    factor,
-    slope,
-    HAS_CAP: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-):
+def _label_gradient(log_prob, entropy, grad_log_prob, grad_entropy, slope, WITH_ENTROPY: tl.constexpr):
     """The gradient at the label, from its saved log-prob: see `softmax_rows._row_coefficients`."""
     grad = -grad_log_prob * _expm1(log_prob)
     if WITH_ENTROPY:
         finite = tl.maximum(log_prob, _LOG_OF_ZERO)
         grad -= grad_entropy * tl.exp2(finite * _LOG2_E) * (finite + entropy)
-    if HAS_CAP:
-        squashed = (log_prob + normalizer) / factor
-        grad *= 1.0 - squashed * squashed
     return grad * slope
 
 
 @triton.jit
 def _entry_gradient(
-    raw, inner, factor, normalizer, constant, per_log_prob, HAS_CAP: tl.constexpr, WITH_ENTROPY: tl.constexpr
+    raw,
+    is_label,
+    inner,
+    factor,
+    normalizer,
+    constant,
+    per_log_prob,
+    at_label,
+    HAS_LABELS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
 ):
-    x = _squash(raw, inner, HAS_CAP)
-    log_p = (x * factor - normalizer) * _LOG2_E
+    log_p = (_squash(raw, inner, HAS_CAP) * factor - normalizer) * _LOG2_E
     weight = constant
     if WITH_ENTROPY:
         weight = constant + per_log_prob * tl.maximum(log_p, _LOG_OF_ZERO)
+    grad = tl.exp2(log_p) * weight
+    if HAS_LABELS:
+        grad = tl.where(is_label, at_label, grad)
     if HAS_CAP:
-        weight = weight * (1.0 - x * x)
-    return tl.exp2(log_p) * weight
+        # 1 - tanh^2, without the cancellation where the cap holds.
+        decay = tl.exp2(tl.abs(raw * inner) * (-2.0 * _LOG2_E))
+        grad *= 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return grad
 
 
 @triton.jit
@@ -387,19 +388,19 @@ def _gradient_kernel(
             log_prob = tl.load(log_probs + slot)
             grad_log_prob = tl.load(grad_log_probs + slot)
             constant -= grad_log_prob * slope
-            at_label = _label_gradient(
-                log_prob, normalizer, entropy, grad_log_prob, grad_entropy, factor, slope, HAS_CAP, WITH_ENTROPY
-            )
+            at_label = _label_gradient(log_prob, entropy, grad_log_prob, grad_entropy, slope, WITH_ENTROPY)
         for start in range(0, num_whole, BLOCK):
             x = tl.load(base + (start + offsets) * raw_column_stride).to(tl.float32)
-            grad = _entry_gradient(x, inner, factor, normalizer, constant, per_log_prob, HAS_CAP, WITH_ENTROPY)
-            if HAS_LABELS:
-                grad = tl.where(start + offsets == label, at_label, grad)
+            grad = _entry_gradient(
+                x, start + offsets == label, inner, factor, normalizer, constant, per_log_prob, at_label,
+                HAS_LABELS, HAS_CAP, WITH_ENTROPY,
+            )  # fmt: skip
             tl.store(target + (start + offsets) * out_column_stride, grad.to(out.dtype.element_ty))
         for start in range(num_whole, num_columns, BLOCK):
             inside = start + offsets < num_columns
             x = tl.load(base + (start + offsets) * raw_column_stride, mask=inside, other=0.0).to(tl.float32)
-            grad = _entry_gradient(x, inner, factor, normalizer, constant, per_log_prob, HAS_CAP, WITH_ENTROPY)
-            if HAS_LABELS:
-                grad = tl.where(start + offsets == label, at_label, grad)
+            grad = _entry_gradient(
+                x, start + offsets == label, inner, factor, normalizer, constant, per_log_prob, at_label,
+                HAS_LABELS, HAS_CAP, WITH_ENTROPY,
+            )  # fmt: skip
             tl.store(target + (start + offsets) * out_column_stride, grad.to(out.dtype.element_ty), mask=inside)

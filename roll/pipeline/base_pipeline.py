@@ -219,9 +219,7 @@ class BasePipeline:
     def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log what happened in this step, show it, and save a checkpoint if one is due."""
         done = step + 1
-        values = {**metrics, **self._pending, "system/step": done}
-        self._pending = {}
-        self.log(step, values)
+        self.log(step, {**metrics, "system/step": done})
         self.global_step = done
         config = self.pipeline_config
         if self._progress is not None:
@@ -233,8 +231,9 @@ class BasePipeline:
             self._info_written = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Reduce metrics to numbers and write them as one line for `step`."""
-        reduced = reduce_metrics(metrics)
+        """Reduce metrics to numbers and write them as one line for `step`, with the times of the last checkpoint."""
+        reduced = reduce_metrics({**metrics, **self._pending})
+        self._pending = {}
         self.logged = {name: value for name, value in reduced.items() if isinstance(value, float | int)}
         assert self.run_log is not None, "the run is closed"
         self.run_log.log(step, self.logged)
@@ -304,8 +303,7 @@ class BasePipeline:
         """
         is_done = self.global_step >= self.pipeline_config.max_steps
         if self._pending:
-            self.log(self.global_step, self._pending)
-            self._pending = {}
+            self.log(self.global_step, {})
         self.close("stopped" if self.is_interrupted else "finished")
         report = self._write_report()
         model = model or self.model_folder()
@@ -345,9 +343,9 @@ class BasePipeline:
         if importlib.util.find_spec("roll.viewer") is None:
             return None
         try:
-            from roll.viewer import write_report
+            from roll.viewer import build_report
 
-            return write_report(self.run_dir)
+            return build_report([self.run_dir])
         except (OSError, ValueError, ImportError) as error:
             logger.warning("the report could not be written (%s: %s)", type(error).__name__, error)
             return None

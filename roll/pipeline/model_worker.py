@@ -120,5 +120,6 @@ class ModelWorker(Worker):
     def copy_weights_of(self, source: ModelWorker, plan: SyncPlan) -> tuple[dict[str, int], dict[str, int]]:
         """Load the weights of another worker of this process. Returns checksums of the sample: as sent, as held."""
         sent: dict[str, int] = {}
+        self.strategy.sync_plan = plan
         self.strategy.receive_weights(plan.buckets_of(source.strategy.named_weights(), sent))
         return sent, self.weight_checksums(plan.sampled_names)

@@ -11,10 +11,14 @@ import os
 import signal
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+# Looks at /proc until no new process shows up; a tree that still grows after so many is killed as far as it is known.
+_MAX_LOOKS = 50
 
 IS_LINUX = sys.platform == "linux"
 
@@ -50,13 +54,13 @@ def has_children() -> bool:
     return True
 
 
-def descendants(pid: int) -> list[int]:
-    """The children of `pid`, their children, and so on, from one look at /proc."""
+def descendants(pid: int, spare: Collection[int] = ()) -> list[int]:
+    """The children of `pid`, their children, and so on, from one look at /proc; nothing in or below `spare`."""
     if not IS_LINUX:
         return []
     children: dict[int, list[int]] = defaultdict(list)
     for name in os.listdir("/proc"):
-        if name.isdigit():
+        if name.isdigit() and int(name) not in spare:
             with suppress(OSError):  # it ended while we looked
                 with open(f"/proc/{name}/stat", "rb") as file:
                     # The command's name stands in parentheses and may hold anything; state and parent follow it.
@@ -70,13 +74,24 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_descendants(pid: int, spare: frozenset[int] = frozenset()) -> int:
+def num_tasks() -> int:
+    """Processes and threads of the whole machine, for the price of one small read; 0 where that is unknown."""
+    if not IS_LINUX:
+        return 0
+    with open("/proc/loadavg", "rb") as file:
+        return int(file.read().split()[3].partition(b"/")[2])
+
+
+def kill_descendants(pid: int, spare: Collection[int] = ()) -> int:
     """Kill all processes below `pid` except those in `spare` and what is below them. Returns how many there were.
 
-    Everything is stopped before anything is killed: a stopped process cannot fork, so even a fork bomb is caught whole.
+    They are stopped before they are killed: a stopped process cannot fork, and orphans stay where they are found.
     """
     stopped: set[int] = set()
-    while fresh := set(descendants(pid)) - stopped - _with_descendants(spare):
+    for _ in range(_MAX_LOOKS):
+        fresh = set(descendants(pid, spare)) - stopped
+        if not fresh:
+            break
         for child in fresh:
             _send(child, signal.SIGSTOP)
         stopped |= fresh
@@ -86,10 +101,17 @@ def kill_descendants(pid: int, spare: frozenset[int] = frozenset()) -> int:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill `pid` and everything below it."""
-    _send(pid, signal.SIGSTOP)
+    """Kill `pid`, its process group if it leads one, and everything below it.
+
+    The group goes first, because the kernel signals all of it in one go, however fast it forks.
+    """
+    leads_group = False
+    with suppress(ProcessLookupError):
+        leads_group = os.getpgid(pid) == pid
+    target = -pid if leads_group else pid
+    _send(target, signal.SIGSTOP)
     kill_descendants(pid)
-    _send(pid, signal.SIGKILL)
+    _send(target, signal.SIGKILL)
 
 
 def reap() -> dict[int, int]:
@@ -107,10 +129,8 @@ def describe_exit(status: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
-def _with_descendants(pids: frozenset[int]) -> set[int]:
-    return {*pids, *(below for pid in pids for below in descendants(pid))}
-
-
 def _send(pid: int, number: signal.Signals) -> None:
+    """To a process; to a group for a negative number, as `kill` has it."""
+    assert pid not in (0, 1, -1)  # our own group, process 1, everybody
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)

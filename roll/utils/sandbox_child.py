@@ -1,8 +1,8 @@
 """The other side of `roll.utils.sandbox`: what happens in the process that it starts. Standard library only.
 
-    supervisor   enters the namespaces, forks init, waits for it
-      init       process 1 of its namespace: watches limits, adopts orphans; what is left dies with it
-        code     gives up what it could still do, and runs the code as `__main__`
+supervisor   enters the namespaces, forks init, waits for it
+  init       process 1 of its namespace: watches limits, adopts orphans; what is left dies with it
+    code     gives up what it could still do, and runs the code as `__main__`
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _num_tasks(init: int) -> int:
 
 def _outcome(status: int, usage: resource.struct_rusage, cpu_s: float) -> dict[str, Any]:
     code = os.waitstatus_to_exitcode(status)
-    out_of_time = code in (-signal.SIGXCPU, -signal.SIGKILL) and usage.ru_utime + usage.ru_stime >= cpu_s * 0.9
+    used = usage.ru_utime + usage.ru_stime
+    out_of_time = code == -signal.SIGXCPU or (code == -signal.SIGKILL and used >= cpu_s * 0.9)
     if out_of_time:
         return {"exit_code": None, "reason": "cpu time"}
     return {"exit_code": code, "reason": describe_exit(status) if code else None}

@@ -62,8 +62,8 @@ def _config_class(pipeline: str | None) -> type[ConfigModel] | None:
 
 
 def _made_config(values: Mapping[str, Any], model: type[ConfigModel]) -> tuple[dict[str, Any], set[str]]:
-    """The config with nothing set but what it cannot be made without, and the names of these keys; ({}, {}) if the
-    values of the run do not help to make one."""
+    """The config with nothing set but what it cannot be made without, and the names of these keys. The
+    config is {} if the values of the run do not help to make one."""
     known = {key: values[key] for key in values if key in model.model_fields}
     given = {key for key in _NAMES if key in known}
     while True:
@@ -72,7 +72,7 @@ def _made_config(values: Mapping[str, Any], model: type[ConfigModel]) -> tuple[d
         except ConfigError as error:
             missing = {key for key in known if key in re.findall(r"\w+", str(error))} - given
             if not missing:
-                return {}, set()
+                return {}, set(_NAMES)
             given |= missing
 
 

@@ -132,7 +132,8 @@ def nan_metrics(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
             Finding(
                 "bad",
                 f"{name} is not a number at step {step}",
-                f"{times} logged values are NaN or infinite: first {name}{others}. From there on weights may be broken."
+                f"{times} logged value{'s are' if times > 1 else ' is'} NaN or infinite: first {name}{others}. From "
+                "there on weights may be broken."
                 " Look at the learning rate, the gradient norm before it, and rewards that are not finite.",
                 step,
                 name,
@@ -192,7 +193,7 @@ def gap_growing(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
     if not series:
         known = first_metric(
             run,
-            "actor/sampling_log_prob_gap",
+            "actor/sampling_gap",
             "actor/train_infer_diff_token_mean",
             "actor/train_infer_ratio_token_mean",
         )

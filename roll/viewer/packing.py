@@ -62,7 +62,7 @@ class Packer:
 
 def pack_bytes(*parts: bytes) -> str:
     """The parts back to back in raw deflate, each with a code table of its own, then base64."""
-    compressor = zlib.compressobj(9, zlib.DEFLATED, -15, 9)
+    compressor = zlib.compressobj(6, zlib.DEFLATED, -15, 9)
     packed = b"".join(compressor.compress(part) + compressor.flush(zlib.Z_BLOCK) for part in parts)
     return base64.b64encode(packed + compressor.flush()).decode("ascii")
 

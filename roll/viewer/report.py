@@ -17,7 +17,7 @@ from typing import Any
 from roll.viewer import config_diff, health
 from roll.viewer.packing import finite_json, pack_json, significant
 from roll.viewer.run_data import RolloutFile, RunData, read_run
-from roll.viewer.samples import StepStats, pack_step
+from roll.viewer.samples import PackedStep, StepStats, pack_step
 
 STATIC = Path(__file__).parent / "static"
 FORMAT = 1  # of the data files; files of another format are made anew
@@ -109,20 +109,24 @@ def _write_run(run: RunData, number: int, data: Path, cache: _Cache) -> dict[str
     (data / folder).mkdir(exist_ok=True)
     stats: list[StepStats] = []
     steps = []
+    kept = {"metrics.js", "config.js"}
     for file in run.rollouts:
-        name = f"{folder}/{file.split}-{file.step:06d}"
-        made = _write_step(run, file, data, name, cache)
-        stats.append(made)
-        steps.append(
-            {"step": file.step, "split": file.split, "key": name, "stamp": file.stamp, "stats": made.as_json()}
-        )
-    _remove_stale(data / folder, {f"{step['key']}" for step in steps})
+        name = f"{file.split}-{file.step:06d}"
+        made = _write_step(run, file, data, f"{folder}/{name}", cache)
+        stats.append(StepStats(**made["stats"]))
+        kept |= {f"{name}.js", *(f"{name}-{piece}.js" for piece in range(made["pieces"]))}
+        key = f"{folder}/{name}"
+        steps.append({"step": file.step, "split": file.split, "key": key, "stamp": file.stamp, "stats": made["stats"]})
+    for path in (data / folder).glob("*.js"):  # of steps that the run folder no longer holds
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
     try:
         checks = health.as_json(health.check(run, stats))
-        config = config_diff.as_json(config_diff.config_rows(run.config, run.info.get("pipeline")))
+        config = config_diff.as_json(config_diff.config_rows(run.config, str(run.info.get("pipeline"))))
     except Exception as error:  # noqa: BLE001  a report with a hole is better than a run that fails at its end
         checks, config = [], []
         run.problem(f"The health panel or the config could not be made: {type(error).__name__}: {error}")
+    times = [time for time in run.times if time is not None]
     columns = {name: [significant(value) for value in values] for name, values in run.metrics.items()}
     _write_data(data, f"{folder}/metrics", pack_json({"steps": run.steps, "times": run.times, "metrics": columns}))
     _write_data(data, f"{folder}/config", pack_json({"rows": config}))
@@ -132,46 +136,33 @@ def _write_run(run: RunData, number: int, data: Path, cache: _Cache) -> dict[str
         "steps": steps,
         "logged": len(run.steps),
         "last": run.steps[-1] if run.steps else None,
-        "times": [time for time in run.times if time is not None][:: max(1, len(run.times) - 1)],
+        "times": [times[0], times[-1]] if times else [],
         "health": checks,
         "problems": run.problems,
     }
 
 
-def _write_step(run: RunData, file: RolloutFile, data: Path, name: str, cache: _Cache) -> StepStats:
+def _write_step(run: RunData, file: RolloutFile, data: Path, name: str, cache: _Cache) -> dict[str, Any]:
+    """Write the data files of one step, unless they are there; what the cache knows of it: stats, number of pieces."""
     key = f"{run.path.resolve()}/{file.path.name}"
-    known = cache.get(key, file.stamp)
-    if known and (data / f"{name}.js").exists():
-        cache.put(key, known)
-        for text in known["problems"]:
-            run.problem(text)
-        return StepStats(**known["stats"])
-    problems: list[str] = []
-    try:
-        packed = pack_step(file, problems.append)
-    except Exception as error:  # noqa: BLE001  one file that surprises us must not take the other steps away
-        problems.append(f"{file.path.name} cannot be shown: {type(error).__name__}: {error}")
-        stats = StepStats(file.step, file.split)
-        _write_data(data, name, pack_json({"fields": [], "rows": [], "groups": [], "vocabulary": []}))
-    else:
-        stats = packed.stats
+    made = cache.get(key, file.stamp)
+    if made is None or not (data / f"{name}.js").exists():
+        problems: list[str] = []
+        try:
+            packed = pack_step(file, problems.append)
+        except Exception as error:  # noqa: BLE001  one file that surprises us must not take the other steps away
+            problems.append(f"{file.path.name} cannot be shown: {type(error).__name__}: {error}")
+            nothing = {"fields": [], "rows": [], "groups": [], "vocabulary": []}
+            packed = PackedStep(pack_json(nothing), [], StepStats(file.step, file.split))
         for number, piece in enumerate(packed.pieces):
             _write_data(data, f"{name}-{number}", piece)
         _write_data(data, name, packed.listing)
-    problems = problems[:20]
-    for text in problems:
+        stats, pieces = packed.stats.as_json(), len(packed.pieces)
+        made = {"stamp": file.stamp, "stats": stats, "pieces": pieces, "problems": problems[:20]}
+    for text in made["problems"]:
         run.problem(text)
-    cache.put(key, {"stamp": file.stamp, "stats": stats.as_json(), "problems": problems})
-    return stats
-
-
-def _remove_stale(folder: Path, names: set[str]) -> None:
-    """Data files of steps that the run folder no longer holds."""
-    kept = {name.rpartition("/")[2] for name in names} | {"metrics", "config"}
-    for path in folder.glob("*.js"):
-        stem = path.stem if path.stem in kept else path.stem.rpartition("-")[0]
-        if stem not in kept:
-            path.unlink(missing_ok=True)
+    cache.put(key, made)
+    return made
 
 
 def _write_data(data: Path, key: str, packed: str) -> None:

@@ -156,7 +156,8 @@ def _tokens_of(record: dict[str, Any], problem: Callable[[str], None]) -> _Token
         if raw:
             problem("tokens without a list of texts; the sample is shown without tokens")
         return None
-    texts = [text if isinstance(text, str) else str(text) for text in texts]
+    if set(map(type, texts)) != {str}:
+        texts = [str(text) for text in texts]
     length = len(texts)
     ids, mask = raw.get("ids"), raw.get("mask")
     if not isinstance(ids, list) or len(ids) != length:
@@ -172,7 +173,9 @@ def _tokens_of(record: dict[str, Any], problem: Callable[[str], None]) -> _Token
             columns[name] = values
         else:
             problem(f"tokens.{name} does not have one entry for each of {length} tokens; it is left out")
-    return _Tokens([as_whole(i) or 0 for i in ids], texts, [1 if m else 0 for m in mask], columns)
+    if set(map(type, ids)) != {int}:
+        ids = [as_whole(i) or 0 for i in ids]
+    return _Tokens(ids, texts, [1 if m else 0 for m in mask], columns)
 
 
 def _pieces(
@@ -199,7 +202,7 @@ def _row(record: dict[str, Any], tokens: _Tokens | None) -> list[Any]:
     preview = " ".join(_text(record, "response")[: 2 * PREVIEW].split())[:PREVIEW]
     trained = sum(tokens.mask) if tokens else None
     return [
-        _text(record, "sample"),
+        _text(record, "sample")[: 2 * PREVIEW],
         significant(as_number(record.get("score")), 4),
         significant(as_number(record.get("advantage")), 4),
         trained,
@@ -288,6 +291,7 @@ def _details(record: dict[str, Any], tokens: _Tokens | None) -> dict[str, Any]:
         "parts": {str(k): significant(as_number(v)) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
         "version": record.get("policy_version"),
         "turns": _turns(record.get("turns"), len(tokens.texts)) if tokens else [],
+        "dropped": _text(record, "dropped"),
     }
     if tokens is None:
         details |= {"prompt": _text(record, "prompt"), "response": _text(record, "response")}

@@ -8,6 +8,7 @@ the page and its data folder and nothing else, and only to pages that it served 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import threading
@@ -20,6 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from roll.viewer.report import build_report
+
+_log = logging.getLogger(__name__)
 
 # The only paths that the page asks for. Nothing is ever decoded, so no encoding can hide another path in one of these.
 _PATH = re.compile(r"/report(?:\.html|(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)+)")
@@ -88,13 +91,18 @@ class ReportServer:
         path = "/report.html" if target.partition("?")[0] == "/" else target.partition("?")[0]
         if not _PATH.fullmatch(path) or any(part.endswith(".") for part in path.split("/")):
             return None
-        file = (self.root / path[1:]).resolve()
+        try:
+            file = (self.root / path[1:]).resolve(strict=True)
+        except (OSError, RuntimeError):  # not there, or a link to itself
+            return None
         inside = file.is_relative_to(self.root / "report") or file == self.root / "report.html"
         return file if inside and file.suffix in _TYPES and file.is_file() else None
 
     def start(self) -> None:
         """Serve in the background."""
-        self._thread = threading.Thread(target=self._http.serve_forever, name="report-server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, args=(0.05,), name="report-server", daemon=True
+        )
         self._thread.start()
 
     def serve_forever(self) -> None:
@@ -159,7 +167,10 @@ def _handler_for(server: ReportServer) -> type[BaseHTTPRequestHandler]:
                 self._refuse(HTTPStatus.FORBIDDEN, refusal)
                 return
             if self.path.partition("?")[0] == "/report/data/index.js":
-                server.refresh()
+                try:
+                    server.refresh()
+                except OSError as error:  # a full disk, a folder that was moved: what was made before is still good
+                    _log.warning("the report of %s is not brought up to date: %s", server.root, error)
             file = server.find(self.path)
             if file is None:
                 self._refuse(HTTPStatus.NOT_FOUND, "This server only gives out the report of one run.")

@@ -218,7 +218,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(ratio_
     on_policy = {"log_probs_BT": log_probs, "old_log_probs_BT": log_probs, "advantages_BT": advantages}
     loss, gradient = run(mask, on_policy, PPOClip(dual_clip=3.0), ratio_type=ratio_type, agg_mode="token-mean")
     statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=mask.sum(), num_sequences=len(mask))
-    assert torch.equal(loss.ratio_BT, torch.ones(mask.shape))
+    assert torch.equal(loss.details.ratio_BT, torch.ones(mask.shape))
     assert statistics["clipfrac"] == statistics["ppo_ratio_clipfrac"] == statistics["approxkl"] == 0
     torch.testing.assert_close(gradient, -advantages / mask.sum(), rtol=1e-5, atol=1e-7)
 
@@ -340,7 +340,7 @@ def test_l4_extreme_ratios_keep_loss_and_gradient_finite(advantage: float, log_r
             assert loss.total.isfinite() and gradient.isfinite().all(), (name, ratio_type)
     loss, gradient = run(torch.ones(1, 2), columns, PPOClip())
     assert gradient[0, 0] == 0, "a saturated log-ratio has no gradient"
-    assert loss.ratio_BT[0, 0].item() == pytest.approx(math.exp(math.copysign(20, log_ratio)), rel=1e-6)
+    assert loss.details.ratio_BT[0, 0].item() == pytest.approx(math.exp(math.copysign(20, log_ratio)), rel=1e-6)
 
 
 def test_l8_extremes_ignore_masked_tokens() -> None:
@@ -357,7 +357,7 @@ def test_l12_a_dropped_token_does_not_split_a_turn() -> None:
     old = torch.tensor([[-1.1, -5.0, -1.3]])
     columns = {"log_probs_BT": torch.full((1, 3), -1.0), "old_log_probs_BT": old, "advantages_BT": torch.ones(1, 3)}
     loss, _ = run(mask, columns, PPOClip(), ratio_type="segment", keep_BT=keep)
-    torch.testing.assert_close(loss.ratio_BT, torch.tensor([[math.exp(0.2), 1.0, math.exp(0.2)]]))
+    torch.testing.assert_close(loss.details.ratio_BT, torch.tensor([[math.exp(0.2), 1.0, math.exp(0.2)]]))
 
 
 def test_l13_the_denominator_is_the_count_before_the_filter() -> None:

@@ -14,7 +14,7 @@ CONFIGS = [path for path in FILES if path.parent.name != "config"]
 
 def test_there_are_examples_of_every_pipeline():
     found = {load_config(path, warn=False).config.pipeline for path in CONFIGS if "examples" in path.parts}
-    assert found == {"dpo", "rlvr", "agentic"}
+    assert found == {"dpo", "rlvr", "agentic", "sft"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

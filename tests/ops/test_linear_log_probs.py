@@ -346,6 +346,45 @@ def test_no_tensor_of_the_size_of_the_logits_is_made_or_saved(monkeypatch: pytes
     assert max(saved) == vocab * hidden_size
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 1000, 5000, 1 << 30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_save_products_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, keep_bytes: int
+) -> None:
+    """Bands and slices of at most 1,000 bytes: none, some or all of them are kept."""
+    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1000, 5000, 16, 16))
+    given = inputs(rows=(40,), hidden_size=16, vocab=200, dtype=dtype)
+    with TensorWatch() as plain:
+        expected = run(given)
+    with TensorWatch() as watch:
+        found = run(given, keep_bytes=keep_bytes)
+    num_tiles = plain.num_products // 4
+    assert num_tiles >= 10
+    if keep_bytes == 1 << 30:  # all of them: a single tile
+        assert watch.num_products == 3
+        for a, b in zip(found, expected, strict=True):
+            assert relative_error(a, b) < {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+        return
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    saved = plain.num_products - watch.num_products
+    assert (saved == 0) == (keep_bytes == 0) and saved < num_tiles
+
+
+def test_kept_logits_serve_one_backward_and_the_next_one_makes_them_again() -> None:
+    given = inputs()
+    log_probs, _ = linear_log_probs(given["hidden"], given["weight"], given["labels"], keep_bytes=1 << 20)
+    first, second = (torch.autograd.grad(log_probs.sum(), given["hidden"], retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_nothing_is_kept_without_a_gradient() -> None:
+    given = inputs(rows=(64,), vocab=1000)
+    for context, hidden in ((torch.no_grad(), given["hidden"]), (torch.enable_grad(), given["hidden"].detach())):
+        with context, TensorWatch() as watch:
+            linear_log_probs(hidden, given["weight"].detach(), given["labels"], chunk_rows=8, keep_bytes=1 << 30)
+        assert watch.largest < 64 * 1000
+
+
 def test_an_unused_result_costs_no_backward() -> None:
     given = inputs()
     log_probs, entropy = linear_log_probs(given["hidden"], given["weight"], given["labels"], with_entropy=True)

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from roll.ops import softmax_rows
 from roll.ops.linear_logits import LinearLogits
-from roll.ops.log_probs import entropy_from_logits, log_probs_from_logits, next_token_log_probs
+from roll.ops.log_probs import (
+    entropy_from_logits,
+    log_probs_and_entropy,
+    log_probs_from_logits,
+    next_token_log_probs,
+)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -218,6 +223,43 @@ def test_backward_makes_one_tensor_of_the_size_of_the_logits(monkeypatch: pytest
     # zeros, its view as rows, and what index_copy_ and the engine hand on: all one gradient
     assert set(made) == {size}
     assert output.grad is not None and output.grad.shape == output.shape
+
+
+@pytest.mark.parametrize("view", ["whole", "shifted", "columns"])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_the_gradient_may_overwrite_the_logits(view: str, with_mask: bool) -> None:
+    weight, mask = random(5, 7, dtype=torch.float32), torch.tensor([[1, 0, 1], [1, 1, 0]])
+    results = []
+    for overwrite in (False, True):
+        hidden = random(2, 4, 5, dtype=torch.float32, seed=1).requires_grad_()
+        whole = hidden @ weight
+        logits = {"whole": whole[:, :3].contiguous(), "shifted": whole[:, :-1], "columns": whole[:, 1:, :6]}[view]
+        before = logits.detach().clone()
+        log_probs, entropy = log_probs_and_entropy(
+            logits, torch.tensor([[0, 5, 2], [3, 1, 4]]), mask=mask if with_mask else None, overwrite_logits=overwrite
+        )
+        assert entropy is not None
+        (log_probs.square() + 0.1 * entropy).sum().backward()
+        assert torch.equal(logits.detach(), before) != overwrite
+        results.append(hidden.grad)
+    assert torch.equal(*results)
+
+
+def test_an_expanded_tensor_is_not_overwritten() -> None:
+    logits = random(1, 4).requires_grad_()
+    log_probs_from_logits(logits.expand(3, 4), torch.tensor([0, 1, 2]), overwrite_logits=True).sum().backward()
+    expected = log_probs_from_logits(logits.detach().repeat(3, 1).requires_grad_(), torch.tensor([0, 1, 2]))
+    assert logits.grad is not None and expected.shape == (3,)
+    p = torch.softmax(logits.detach(), -1)
+    torch.testing.assert_close(logits.grad, torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64) - 3 * p)
+
+
+def test_a_broken_promise_about_the_logits_is_noticed() -> None:
+    logits = random(2, 3).requires_grad_() * 1.0
+    entropy = entropy_from_logits(logits)  # its backward comes after that of what was made later
+    log_probs = log_probs_from_logits(logits, torch.tensor([0, 1]), overwrite_logits=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (entropy + log_probs).sum().backward()
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -18,6 +18,7 @@ STRATEGIES = {
     "fsdp2_infer": "roll.distributed.strategy.fsdp2_strategy.Fsdp2InferStrategy",
     "deepspeed_train": "roll.distributed.strategy.deepspeed_strategy.DeepSpeedTrainStrategy",
     "deepspeed_infer": "roll.distributed.strategy.deepspeed_strategy.DeepSpeedInferStrategy",
+    "vllm": "roll.distributed.strategy.vllm_strategy.VllmStrategy",
 }
 
 

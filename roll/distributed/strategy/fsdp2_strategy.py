@@ -10,6 +10,9 @@ Keys of `strategy_config`:
                             sum gradients over ranks after every micro-batch, which needs less memory (default true);
                             false: once a step, which needs less communication
     linear_logits           never build a logits tensor (default true)
+    compile                 fuse the small operations of each block with torch.compile (default false)
+    keep_logits_gib         how much of a micro-batch's logits may wait for its backward, in training (see
+                            train_strategy; default: 2% of the GPU's memory)
 
 Training keeps float32 master weights whatever `param_dtype` is. All ranks run equally many forward and backward
 passes: a rank with fewer micro-batches takes part with an empty one.
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -29,11 +32,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from roll.distributed.strategy.checkpoint import load_optimizer, save_optimizer
 from roll.distributed.strategy.micro_batches import Rows, split_to
 from roll.distributed.strategy.ranks import Ranks
-from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider, full_tensor
+from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider, decoder_layers, full_tensor
 from roll.distributed.strategy.train_strategy import TrainStrategy
 from roll.exceptions import ConfigError
 from roll.models.hf_checkpoint import read_hf_weights
-from roll.models.lora import base_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -124,12 +126,6 @@ def shard_model(strategy: InferenceStrategy) -> None:
     fully_shard(strategy.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload_policy)
     if not offload:
         strategy.model.to(strategy.device)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer: the entries of its longest ModuleList."""
-    lists = [module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
 
 
 def _dtype(strategy: InferenceStrategy, key: str, default: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider
 from roll.distributed.strategy.train_strategy import TrainStrategy
-from roll.engines.engine import end_tokens
+from roll.engines.engine import end_tokens, text_of
 from roll.engines.hf_engine import HFEngine
 from roll.models.lora import base_model
 
@@ -44,7 +44,7 @@ class HfInferStrategy(InferenceStrategy):
                 model,
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_ids=end_tokens(self.tokenizer, base_model(model).generation_config),
-                decode=self.tokenizer.decode,
+                decode=text_of(self.tokenizer),
                 max_batch_size=self.strategy_config.get("max_batch_size"),
             )
         self._engine.model = model

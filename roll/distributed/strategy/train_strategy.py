@@ -5,11 +5,17 @@
     gradient = sum over micro-batches and ranks of d loss_k
 
 so nothing is averaged, and the number of micro-batches or ranks appears nowhere.
+
+A loss reads log-probs through `score`. From hidden states that takes one matrix product forward and three backward, one
+of which makes the same logits again; `TrainStrategy.score` keeps those of a micro-batch for its backward as far as
+`strategy_config.keep_logits_gib` goes, and where all fit, the head costs three products. That is so for any loss, since
+only rounding differs. Only the selected (response) tokens count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from abc import abstractmethod
@@ -46,6 +52,7 @@ from roll.ops.log_probs import next_token_log_probs
 from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
 
 TRAINING_FOLDER = "training"
+KEEP_LOGITS = "keep_logits_gib"
 MAX_BAD_STEPS = 3  # consecutive non-finite steps before a run stops
 PLACEHOLDER = (
     "is_placeholder"  # meta_info key: this rank has no rows in this step; its one row only keeps step with others
@@ -87,6 +94,38 @@ class TrainStrategy(InferenceStrategy):
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    def score(
+        self,
+        output: ModelOutput,
+        input_ids: Tensor,
+        mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        return next_token_log_probs(
+            output,
+            input_ids,
+            mask,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            keep_bytes=self.kept_logits_bytes,
+        )
+
+    @functools.cached_property
+    def kept_logits_bytes(self) -> int:
+        """How much of a micro-batch's logits may wait for its backward; default: 2% of the GPU's memory, or 1 GiB."""
+        gib = self.strategy_config.get(KEEP_LOGITS)
+        if gib is None:
+            on_gpu = self.device.type == "cuda"
+            return torch.cuda.get_device_properties(self.device).total_memory // 50 if on_gpu else 1 << 30
+        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not gib >= 0:
+            raise ConfigError(
+                f"{self.worker_config.name}.strategy_args.strategy_config.{KEEP_LOGITS}: found {gib!r}, expected a "
+                "number of GiB, 0 to keep none"
+            )
+        return int(gib * 2**30)
 
     def build_model(self, model_provider: ModelProvider) -> None:
         path = f"{self.worker_config.name}.model_args"

@@ -9,7 +9,7 @@ turns, prompts [5 6] and [7], answers [8 9] and [4]:
     scores           0  0  0  0  0  R        the episode's score on the last sampled token, whatever follows it
 
 A step row holds one turn: its whole prompt and its answer. GiGPO and step_reinforce learn from these. For the same
-episode they are `5 6 | 8 9` and `5 6 8 9 7 | 4`; if the manager wrote a new prompt for the second turn, `new prompt | 4`.
+episode they are `5 6 | 8 9` and `5 6 8 9 7 | 4`, or `new prompt | 4` if the manager wrote one for the second turn.
 """
 
 from __future__ import annotations

@@ -154,8 +154,7 @@ class RLVRConfig(PPOConfig):
     """Rounds of sampling after which a step goes on with the prompts that passed the filters, however few."""
 
     first_ratio_tolerance: NonNegative | None = None
-    """Mean distance from 1 of the probability ratio between training and sampling that the first update of a step may
-    have before the run stops; null is 0.001 in fp32 and 0.05 in bf16 and fp16, 0 never stops."""
+    """Largest mean of |ratio - 1| at a step's first update before the run stops; null is 0.001 (bf16: 0.05), 0 off."""
 
     log_samples_per_step: AtLeastZero | None = 64
     """Samples of a step that are written to the run's `rollouts/`; null writes all, 0 none."""
@@ -262,6 +261,9 @@ class RLVRConfig(PPOConfig):
             self.settle(router_args=router)
         if self.async_pipeline and self.num_return_sequences_in_group > 1:
             self.settle(is_num_return_sequences_expand=True)
+        if self.async_pipeline and not self.force_disable_old_logprobs_recompute:
+            # The policy that samples is not the one that is trained, so the loss needs both.
+            self.settle(enable_old_logprobs_recompute=True)
 
     def _problems(self) -> list[Problem]:
         problems = super()._problems()
@@ -271,6 +273,9 @@ class RLVRConfig(PPOConfig):
                 problems.append(wrong(prompt, getattr(self, prompt), expected))
         if 0 < self.async_generation_ratio < 1:
             problems.append(wrong("async_generation_ratio", self.async_generation_ratio, "0, or at least 1"))
+        if self.async_pipeline and self.backend == "local":
+            expected = '"ray" or "auto", because roles in one process take turns and async_generation_ratio is above 0'
+            problems.append(wrong("backend", "local", expected))
         problems += division_problems(self.batch_plans().values(), "rollout_batch_size")
         data_args = self.actor_train.data_args
         shares = (data_args.domain_interleave_probs if data_args else None) or {}
@@ -331,6 +336,11 @@ class RLVRConfig(PPOConfig):
         if not self.rewards:
             problems.append(Problem("rewards", "missing; say how responses are scored, one entry per domain"))
         return problems
+
+    @property
+    def execution_backend(self) -> Literal["local", "ray"]:
+        """Where workers run, decided: also on Ray where generation goes on while the policy is trained."""
+        return "ray" if self.async_pipeline and self.backend == "auto" else super().execution_backend
 
     @property
     def samples_per_prompt(self) -> int:

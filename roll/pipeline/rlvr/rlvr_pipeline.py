@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_pipeline import BasePipeline
 from roll.pipeline.mini_batches import balance_ranks
 from roll.pipeline.rlvr.advantages import add_advantages
+from roll.pipeline.rlvr.async_rollout import AsyncRolloutCollector
+from roll.pipeline.rlvr.evaluation import evaluate
 from roll.pipeline.rlvr.on_policy import check_first_update, first_update_report
 from roll.pipeline.rlvr.prompt_data import load_train_prompts, load_val_prompts
 from roll.pipeline.rlvr.replay import dump_rollout, load_rollout
@@ -29,7 +32,8 @@ from roll.utils.kl_controller import get_kl_controller
 from roll.utils.logging import get_logger
 from roll.utils.metrics.metrics_manager import MetricsManager
 from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
-from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch
+from roll.utils.run_folder import Status
+from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch, correction_enabled
 
 logger = get_logger(__name__)
 
@@ -80,12 +84,13 @@ class RLVRPipeline(BasePipeline):
         self.kl_ctrl = get_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self.running = {domain: RunningMoments() for domain in config.rewards}
         self.num_empty_steps = 0
+        self.collector: RolloutCollector | AsyncRolloutCollector | None = None
         self.score = Scorer(self.rewards, self.tokenizer)
         if self.actor_infer is not None and self.sampler is not None:
             frequency = config.actor_infer.model_update_frequency
             self.set_model_update_pair(self.actor_train, self.actor_infer, frequency)
-            generate = self.actor_infer.generate_requests
-            self.collector = RolloutCollector(config, self.sampler, generate, self.score, self.tokenizer)
+            collector = AsyncRolloutCollector if config.async_pipeline else RolloutCollector
+            self.collector = collector(config, self.sampler, self.actor_infer, self.score, self.tokenizer)
         self.sample_logs = self._make_sample_logs()
         self.restore()
 
@@ -95,9 +100,10 @@ class RLVRPipeline(BasePipeline):
         for step in self.steps():
             metrics = self.metrics
             with metrics.timer("time/step_total"):
-                self.update_engine(step)
-                if self.should_validate(step):
-                    metrics.add_metrics(self.validate(step))
+                with self.generation_paused(step):
+                    self.update_engine(step)
+                    if self.should_validate(step):
+                        metrics.add_metrics(self.validate(step))
                 with metrics.timer("time/step_generate"):
                     batch, rollout = self.collect(step)
                 if batch is not None:
@@ -118,6 +124,12 @@ class RLVRPipeline(BasePipeline):
             self.end_step(step, metrics.pop())
         self.finish(self._final_validation())
 
+    def generation_paused(self, step: int) -> AbstractContextManager[None]:
+        """Where generation runs beside training, it waits inside; where the two take turns, there is nothing to do."""
+        if isinstance(self.collector, AsyncRolloutCollector):
+            return self.collector.paused(step)
+        return nullcontext()
+
     def update_engine(self, step: int) -> None:
         """Bring the policy's weights to the role that generates; their checksum is in the metrics."""
         if self.actor_infer is not None:
@@ -131,6 +143,7 @@ class RLVRPipeline(BasePipeline):
         if config.is_replay:
             return load_rollout(config.rollout_mock.dump_dir, step), Rollout()
         self._use(self.actor_infer, *self.rewards.values())
+        assert self.collector is not None
         rollout = self.collector.collect(step)
         self.metrics.add_metrics(rollout.metrics)
         self._count_empty_steps(rollout)
@@ -142,7 +155,7 @@ class RLVRPipeline(BasePipeline):
         return batch, rollout
 
     def add_reference_and_values(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs` (B, S-1) of the reference, or of the policy without its adapter, and `values` of the critic."""
+        """`ref_log_probs` (B, S-1) of the reference, or of the policy without its adapter; `values` of the critic."""
         if self.pipeline_config.enable_reference:
             if self.reference is not None:
                 scored = self._score_rows(self.reference, "compute_log_probs", batch)
@@ -159,6 +172,10 @@ class RLVRPipeline(BasePipeline):
         config = self.pipeline_config
         if not config.enable_old_logprobs_recompute:
             return batch
+        if config.async_pipeline and not correction_enabled(config.train_infer_correction):
+            # Stale samples come from older policies: the ratio is taken against those that made them.
+            batch["old_log_probs"] = batch["infer_logprobs"].clone()
+            return batch
         scored = self._score_rows(self.actor_train, "compute_log_probs", batch)
         batch["old_log_probs"], batch["entropy"] = scored["log_probs"], scored["entropy"]
         batch, found = apply_train_infer_correction_to_batch(config, batch)
@@ -171,8 +188,8 @@ class RLVRPipeline(BasePipeline):
         self.metrics.add_metric("mask/final_mask_sum_eq_0", float(nothing_left))
         if nothing_left:
             return
-        tensors = [key for key in batch.batch.keys() if key not in ("prompts", "responses", "prompt_mask")]
-        rows = batch.select(tensors, ["sample_uuid"])
+        rows = batch.select(None, ["sample_uuid"])
+        rows.pop(["prompts", "responses", "prompt_mask"])
         if self.critic is not None:
             self._train_on(self.critic, rows)
         if step >= self.pipeline_config.critic_warmup:
@@ -193,6 +210,13 @@ class RLVRPipeline(BasePipeline):
             log.write(step, batch, split="val", dropped=tally.dropped)
         return val_metrics(groups, tally)
 
+    @classmethod
+    def evaluate(
+        cls, pipeline_config: RLVRConfig, checkpoint: str | Path | None = None, *, samples_to: str | Path | None = None
+    ) -> dict[str, float]:
+        """The validation alone, with the weights of `checkpoint`; see `roll.pipeline.rlvr.evaluation`."""
+        return evaluate(pipeline_config, checkpoint, samples_to=samples_to)
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, dict[str, Any]]:
@@ -201,6 +225,8 @@ class RLVRPipeline(BasePipeline):
             "running_moments": {domain: moments.state_dict() for domain, moments in self.running.items()},
             "steps": {"num_empty": self.num_empty_steps},
         }
+        if isinstance(self.collector, AsyncRolloutCollector):
+            states["rollouts"] = self.collector.state_dict()
         return states if self.sampler is None else {**states, "prompts": self.sampler.state_dict()}
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
@@ -210,7 +236,14 @@ class RLVRPipeline(BasePipeline):
         self.num_empty_steps = states["steps"]["num_empty"]
         if self.sampler is not None and "prompts" in states:
             self.sampler.load_state_dict(states["prompts"])
+        if isinstance(self.collector, AsyncRolloutCollector) and "rollouts" in states:
+            self.collector.load_state_dict(states["rollouts"])
         discard_rollouts_after(self.run_dir, self.global_step - 1)
+
+    def close(self, status: Status = "stopped") -> None:
+        if isinstance(self.collector, AsyncRolloutCollector):
+            self.collector.close()
+        super().close(status)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -250,7 +283,8 @@ class RLVRPipeline(BasePipeline):
     def _count_empty_steps(self, rollout: Rollout) -> None:
         self.num_empty_steps = 0 if rollout.groups or not rollout.dropped else self.num_empty_steps + 1
         if self.num_empty_steps >= MAX_EMPTY_STEPS:
-            reasons = "\n".join(f"  {name.rpartition('/')[2]}: {count:.0f} samples" for name, count in rollout.metrics.items() if "/dropped/" in name)
+            counts = {name: count for name, count in rollout.metrics.items() if "/dropped/" in name}
+            reasons = "\n".join(f"  {name.rpartition('/')[2]}: {count:.0f} samples" for name, count in counts.items())
             last = rollout.dropped[-1]
             raise DataError(
                 f"not one sample of the last {self.num_empty_steps} steps could be used:\n{reasons}\nThe last one was "
@@ -276,8 +310,9 @@ class RLVRPipeline(BasePipeline):
     def _final_validation(self) -> str:
         if self.val_prompts is None or self.pipeline_config.eval_steps <= 0:
             return ""
-        self.update_engine(self.global_step)
-        result = self.validate(self.global_step)
+        with self.generation_paused(self.global_step):
+            self.update_engine(self.global_step)
+            result = self.validate(self.global_step)
         self.log(self.global_step, self.metrics.pop() | result)
         self.summary |= result
         return f"Validation: {result.get('val_correct/all/mean', 0.0):.3f} of the samples are right."

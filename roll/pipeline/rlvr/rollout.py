@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.datasets.prompts import Prompt, PromptSampler, domain_sizes
+from roll.distributed.executor.cluster import Cluster
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
 from roll.pipeline.rlvr.rlvr_config import RewardFilterConfig, RLVRConfig
 from roll.pipeline.rlvr.samples import Group, Sample, ScoredSample, make_requests, sample_of
@@ -39,12 +40,12 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, config: RLVRConfig, sampler: PromptSampler, generate: Generate, score: Scorer, tokenizer: Any
+        self, config: RLVRConfig, sampler: PromptSampler, engine: Cluster, score: Scorer, tokenizer: Any
     ) -> None:
         assert config.actor_infer.generating_args is not None
         self.config = config
         self.sampler = sampler
-        self.generate = generate
+        self.generate: Generate = engine.generate_requests
         self.score = score
         self.tokenizer = tokenizer
         self.sampling = SamplingParams.from_config(config.actor_infer.generating_args, seed=config.seed)
@@ -56,7 +57,8 @@ class RolloutCollector:
         kept: dict[str, list[Group]] = {pool: [] for pool in wanted}
         tally = Tally(self.tokenizer)
         num_drawn = num_rounds = 0
-        for num_rounds in range(1, self.config.max_num_gen_batches + 1):
+        while num_rounds < self.config.max_num_gen_batches:
+            num_rounds += 1
             missing = {pool: wanted[pool] - len(kept[pool]) for pool in wanted}
             prompts = [prompt for pool, number in missing.items() for prompt in self.sampler.take(pool, number)]
             names = [f"{step}-{num_drawn + index}" for index in range(len(prompts))]

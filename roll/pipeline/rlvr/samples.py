@@ -25,11 +25,12 @@ from roll.utils.rollout_log import DroppedSample
 
 # Columns that the pipeline makes; a data file must not have others of these names.
 OWN_COLUMNS = frozenset(
-    "input_ids attention_mask position_ids prompt_mask response_mask prompts responses infer_logprobs policy_versions "
-    "group_id prompt_id sample_uuid finish_reason policy_version scores response_level_rewards reward_parts drop_reason "
-    "token_level_rewards token_level_scores old_log_probs ref_log_probs values entropy advantages raw_advantages "
-    "returns final_response_mask origin_response_mask difficulty_mask sample_weights row_number "
-    "train_infer_is_weight train_infer_filter_mask".split()
+    {"input_ids", "attention_mask", "position_ids", "prompt_mask", "response_mask", "prompts", "responses"}
+    | {"infer_logprobs", "policy_versions", "policy_version", "group_id", "prompt_id", "sample_uuid", "finish_reason"}
+    | {"scores", "response_level_rewards", "reward_parts", "drop_reason", "token_level_rewards", "token_level_scores"}
+    | {"old_log_probs", "ref_log_probs", "values", "entropy", "advantages", "raw_advantages", "returns"}
+    | {"final_response_mask", "origin_response_mask", "difficulty_mask", "sample_weights", "row_number"}
+    | {"train_infer_is_weight", "train_infer_filter_mask"}
 )
 
 

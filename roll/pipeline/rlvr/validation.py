@@ -34,7 +34,9 @@ class ValSampling:
         return cls(params, 1 if params.is_greedy else num_samples)
 
 
-def validate(dataset: PromptDataset, sampling: ValSampling, generate: Generate, score: Scorer, tally: Tally) -> list[Group]:
+def validate(
+    dataset: PromptDataset, sampling: ValSampling, generate: Generate, score: Scorer, tally: Tally
+) -> list[Group]:
     """All prompts answered and scored. The random numbers are the same at every validation."""
     prompts = list(dataset)
     names = [f"val-{prompt.index}" for prompt in prompts]

@@ -25,7 +25,16 @@ from fcntl import F_GETFL, F_SETFL, F_SETOWN, fcntl
 from typing import Any, NoReturn
 
 from roll.exceptions import ConfigError
-from roll.utils.processes import adopt_orphans, die_with_parent, has_children, kill_descendants, kill_tree, reap
+from roll.utils.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    has_children,
+    kill_descendants,
+    kill_tree,
+    num_tasks,
+    reap,
+)
 from roll.utils.scoring.score import Score, dropped, to_score
 from roll.utils.scoring.spec import load_function, user_line
 
@@ -35,18 +44,24 @@ Function = Callable[[dict[str, Any]], Any]
 COMMAND = struct.Struct("=cI")
 LENGTH = struct.Struct("=I")
 _MAX_REASON = 300
+_RESERVE = 64 << 20  # bytes of memory
+_LOOK_S = 0.05  # seconds between two looks at how many processes there are
+MAX_PROCESSES = 64  # below one worker
 
 
 def nursery(control_fd: int) -> NoReturn:
     """Serve the pool at the other end of `control_fd`. Says first whether the function could be loaded."""
     control = socket.socket(fileno=control_fd)
     setup = receive(control)
-    assert setup is not None
+    if setup is None:
+        os._exit(0)
     # The function's file is user code, and may hang while it is imported. Nothing arrives on the channel until it is
     # loaded, so a signal about it, whose default is to end the process, can only mean that the other end is closed.
     fcntl(control, F_SETOWN, os.getpid())
     flags = fcntl(control, F_GETFL)
     fcntl(control, F_SETFL, flags | os.O_ASYNC)
+    if select.select([control], [], [], 0)[0]:  # closed before that
+        os._exit(0)
     sys.path[:] = setup["path"]
     # Whatever the function prints or reads is no part of the protocol, and megabytes of it are no news.
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -66,38 +81,45 @@ def nursery(control_fd: int) -> NoReturn:
 
 
 def _serve_pool(control: socket.socket, function: Function, memory_mb: int, file: str | None) -> NoReturn:
+    me = os.getpid()
     # What the function's module has started itself lives as long as the pool.
-    helpers = frozenset(_children())
+    helpers = set(descendants(me)) if has_children() else set()
     workers: set[int] = set()
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+    wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    quiet = num_tasks()
     while True:
-        ready, _, _ = select.select([control, wake_read], [], [])
+        ready, _, _ = select.select([control, wake_read], [], [], _LOOK_S if workers else None)
+        if num_tasks() > quiet + MAX_PROCESSES:
+            for pid in workers:
+                if len(descendants(pid)) > MAX_PROCESSES:
+                    kill_tree(pid)
+                    tell(control, crowded=pid)
+            quiet = num_tasks()
         if wake_read in ready:
             os.read(wake_read, 4096)
             for pid, status in reap().items():
                 if pid in workers:
                     workers.remove(pid)
-                    kill_descendants(os.getpid(), spare=frozenset(workers) | helpers)
+                    kill_descendants(me, spare=workers | helpers)
                     tell(control, ended=pid, status=status)
         if control in ready:
             message, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
             if len(message) < COMMAND.size:
-                kill_descendants(os.getpid())
+                for pid in workers:
+                    kill_tree(pid)
+                while kill_descendants(me):
+                    reap()
                 os._exit(0)
             command, pid = COMMAND.unpack(message)
             if command == b"F":
-                workers.add(_fork_worker(control, fds[0], function, memory_mb, file))
+                pid = _fork_worker(control, fds[0], function, memory_mb, file)
+                workers.add(pid)
+                tell(control, forked=pid)
             elif pid in workers:
                 kill_tree(pid)
-
-
-def _children() -> list[int]:
-    from roll.utils.processes import descendants
-
-    return descendants(os.getpid()) if has_children() else []
 
 
 def _fork_worker(control: socket.socket, fd: int, function: Function, memory_mb: int, file: str | None) -> int:
@@ -106,23 +128,29 @@ def _fork_worker(control: socket.socket, fd: int, function: Function, memory_mb:
     if pid:
         os.close(fd)
         return pid
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    control.close()
-    os.setsid()
-    die_with_parent(parent)
-    adopt_orphans()
-    _limit_memory(memory_mb)
-    channel = socket.socket(fileno=fd)
-    with suppress(ConnectionError):
-        tell(channel, hello=os.getpid())
-        while (rows := receive(channel)) is not None:
-            for index, row in rows:
-                score = _score(function, row, file)
-                tell(channel, index=index, value=score.value, parts=score.parts, reason=score.reason)
-                if score.reason == "memory":
-                    os._exit(0)  # what is left of the memory is anyone's guess
-    os._exit(0)
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        control.close()
+        os.setsid()
+        die_with_parent(parent)
+        adopt_orphans()
+        _limit_memory(memory_mb)
+        with suppress(ConnectionError):
+            _serve_rows(socket.socket(fileno=fd), function, file)
+        os._exit(0)
+    finally:
+        os._exit(1)  # never back into the nursery's code
+
+
+def _serve_rows(channel: socket.socket, function: Function, file: str | None) -> None:
+    tell(channel, hello=True)
+    while (rows := receive(channel)) is not None:
+        for index, row in rows:
+            score = _score(function, row, file)
+            tell(channel, index=index, value=score.value, parts=score.parts, reason=score.reason)
+            if score.reason == "memory":
+                return  # what is left of the memory is anyone's guess
 
 
 def _score(function: Function, row: dict[str, Any], file: str | None) -> Score:
@@ -130,6 +158,7 @@ def _score(function: Function, row: dict[str, Any], file: str | None) -> Score:
     try:
         score = to_score(function(row))
     except MemoryError:
+        _limit_memory(None)
         score = dropped("memory")
     except BaseException as error:  # noqa: BLE001 - the edge of user code: whatever it raises drops one sample
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -143,13 +172,20 @@ def _score(function: Function, row: dict[str, Any], file: str | None) -> Score:
     return score
 
 
-def _limit_memory(memory_mb: int) -> None:
-    """Let the address space grow by so much from what it is: the function's own libraries are not counted."""
-    with suppress(OSError, ValueError):  # no /proc, or a lower hard limit is set already
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[0])
-        limit = pages * resource.getpagesize() + (memory_mb << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def _limit_memory(memory_mb: int | None) -> None:
+    """Let the address space grow by so much from what it is: the function's own libraries are not counted.
+
+    None raises the limit as far as it goes, to the room that is kept for reporting that it was reached.
+    """
+    with suppress(OSError, ValueError):  # no /proc, or a lower limit is set already
+        if memory_mb is None:
+            limit, most = (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2
+        else:
+            with open("/proc/self/statm") as file:
+                pages = int(file.read().split()[0])
+            limit = pages * resource.getpagesize() + (memory_mb << 20)
+            most = limit + _RESERVE
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
 
 
 def tell(channel: socket.socket, **message: Any) -> None:

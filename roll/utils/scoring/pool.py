@@ -28,7 +28,7 @@ from typing import Any
 
 from roll.exceptions import ConfigError, RollError
 from roll.utils.processes import describe_exit, kill_tree
-from roll.utils.scoring.child import COMMAND, send
+from roll.utils.scoring.child import COMMAND, MAX_PROCESSES, send
 from roll.utils.scoring.score import Score, dropped
 from roll.utils.scoring.spec import absolute_spec, spec_of
 
@@ -64,14 +64,14 @@ class _Channel:
 
 @dataclass
 class _Worker:
-    """One worker as the pool sees it. `pid` is known, and it takes rows, once it has said hello."""
+    """One worker as the pool sees it."""
 
     channel: _Channel
-    started: float
+    since: float  # when it was started, or when its latest row was
     pid: int | None = None
-    rows: deque[int] = field(default_factory=deque)  # handed out; the first is being scored since `since`
-    since: float = 0.0
-    is_lost: bool = False  # closed its channel; the nursery will say how it ended
+    is_ready: bool = False  # said hello, and takes rows
+    is_leaving: bool = False  # takes no more rows; the nursery will say when and how it ended
+    rows: deque[int] = field(default_factory=deque)  # handed out; the first is being scored
 
 
 class ScorePool:
@@ -104,23 +104,28 @@ class ScorePool:
         self._options = dict(options or {})
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
+        self._is_closed = False
         self._start_nursery()
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One Score for each row, in order. Threads take turns."""
         with self._lock:
-            if not self._close.alive:
+            if self._is_closed:
                 raise RollError("the pool of score processes was closed")
+            if not self._end_processes.alive:
+                self._start_nursery()
             try:
                 return self._score(rows)
             except BaseException:
-                # Answers to rows that nobody waits for any more must not be taken for those of the next call.
-                self._restart()
+                # Answers to rows that nobody waits for any more must not be taken for those of the next call, which
+                # starts anew.
+                self._drop_processes()
                 raise
 
     def close(self) -> None:
         """End all processes; they are gone when this returns. Safe to call again."""
-        self._close()
+        self._is_closed = True
+        self._drop_processes()
 
     def __enter__(self) -> ScorePool:
         return self
@@ -144,7 +149,7 @@ class ScorePool:
                 start_new_session=True,  # Ctrl-C in the terminal is for the training, which closes the pool
             )
         # Also called when the pool is forgotten, and at the end of the program.
-        self._close = weakref.finalize(self, _end, process, ours)
+        self._end_processes = weakref.finalize(self, _end, process, ours)
         self._control = _Channel(ours)
         path, _, _ = self.spec.rpartition(":")
         setup = {
@@ -167,20 +172,17 @@ class ScorePool:
         if not answer.get("ready"):
             self.close()
             code = process.returncode
-            raise ConfigError(
-                answer.get("error") or f"{self.spec!r} cannot be imported: its process ended with {code}"
-            )
+            raise ConfigError(answer.get("error") or f"{self.spec!r} cannot be imported: its process ended with {code}")
 
-    def _restart(self) -> None:
-        self._close()
+    def _drop_processes(self) -> None:
+        self._end_processes()
         self._workers = []
-        self._start_nursery()
 
     def _add_worker(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs, suppress(ConnectionError):  # a dead nursery is noticed by its closed channel
             socket.send_fds(self._control.sock, [COMMAND.pack(b"F", 0)], [theirs.fileno()])
-        self._workers.append(_Worker(_Channel(ours), started=time.monotonic()))
+        self._workers.append(_Worker(_Channel(ours), since=time.monotonic()))
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class ScorePool:
         while not run.is_done:
             self._look_after_workers(run)
             with selectors.DefaultSelector() as selector:
-                for channel in [self._control, *(w.channel for w in self._workers if not w.is_lost)]:
+                for channel in [self._control, *(w.channel for w in self._workers if not w.channel.is_closed)]:
                     selector.register(channel.sock, selectors.EVENT_READ)
                 selector.select(self._seconds_to_next_deadline())
             for worker in self._workers:
@@ -202,42 +204,55 @@ class ScorePool:
         while len(self._workers) < min(self.num_processes, run.num_open):
             self._add_worker()
         for worker in self._workers:
-            if worker.pid is not None and not worker.rows and not worker.is_lost and run.queue:
+            if worker.is_ready and not worker.is_leaving and not worker.rows and run.queue:
                 worker.rows = run.take()
                 worker.since = time.monotonic()
                 with suppress(OSError):  # it is dying; the nursery will say how
                     send(worker.channel.sock, [(index, run.rows[index]) for index in worker.rows])
 
     def _seconds_to_next_deadline(self) -> float:
-        deadlines = [self._deadline(worker) for worker in self._workers]
-        return max(0.0, min(deadlines, default=_START_S) - time.monotonic())
+        first = min(self._deadline(worker) for worker in self._workers)
+        return max(0.0, min(first - time.monotonic(), _START_S))
 
     def _deadline(self, worker: _Worker) -> float:
-        if worker.pid is None:
-            return worker.started + _START_S
+        if not worker.is_ready:
+            return worker.since + _START_S
         return worker.since + self.timeout_s if worker.rows else float("inf")
 
     def _read(self, worker: _Worker, run: _Run) -> None:
         for message in worker.channel.messages():
             worker.since = time.monotonic()
             if "hello" in message:
-                worker.pid = message["hello"]
+                worker.is_ready = True
                 run.failed_starts = 0
+                continue
+            index = worker.rows.popleft()
+            assert index == message["index"]
+            score = Score(message["value"], message["parts"], message["reason"])
+            if score.reason == "memory":  # the process ends by itself, to be replaced
+                worker.is_leaving = True
+                run.stopped_at(index, score, is_certain=False)
+                run.give_back(worker.rows)
             else:
-                index = worker.rows.popleft()
-                assert index == message["index"]
-                run.finish(index, Score(message["value"], message["parts"], message["reason"]))
-        worker.is_lost = worker.channel.is_closed
+                run.scores[index] = score
+        worker.is_leaving = worker.is_leaving or worker.channel.is_closed
 
     def _read_control(self, run: _Run) -> None:
         for message in self._control.messages():
-            for worker in [worker for worker in self._workers if worker.pid == message["ended"]]:
+            if "forked" in message:  # in the order in which they were asked for
+                next(worker for worker in self._workers if worker.pid is None).pid = message["forked"]
+                continue
+            crowded = "crowded" in message
+            pid = message["crowded"] if crowded else message["ended"]
+            for worker in [worker for worker in self._workers if worker.pid == pid]:
                 self._read(worker, run)  # what it said before it ended
-                self._remove(worker, run, dropped(f"killed: {describe_exit(message['status'])}"), is_certain=False)
+                how = f"more than {MAX_PROCESSES} processes" if crowded else describe_exit(message["status"])
+                self._remove(worker, run, dropped(f"killed: {how}"), is_certain=crowded)
         if self._control.is_closed:  # the nursery was killed, and its workers with it
             for worker in list(self._workers):
                 self._remove(worker, run, dropped("killed: with the process that it runs in"), is_certain=False)
-            self._restart()
+            self._drop_processes()
+            self._start_nursery()
 
     def _end_overdue(self, run: _Run) -> None:
         now = time.monotonic()
@@ -251,12 +266,12 @@ class ScorePool:
         """Take a worker out. The row it was at gets `score`; the rows that wait behind it go to others."""
         self._workers.remove(worker)
         worker.channel.sock.close()
-        if worker.pid is None:
+        if not worker.is_ready:
             run.failed_starts += 1
             if run.failed_starts >= _MAX_FAILED_STARTS:
                 raise RollError(
                     f"{self.spec!r}: {run.failed_starts} processes in a row ended before they could score anything "
-                    f"({score.reason}); is the limit of {self.memory_mb} MB too low?"
+                    f"({score.reason})"
                 )
         if worker.rows:
             run.stopped_at(worker.rows.popleft(), score, is_certain=is_certain)
@@ -286,13 +301,9 @@ class _Run:
         return deque(self.queue.popleft() for _ in range(min(self._chunk, len(self.queue))))
 
     def give_back(self, indices: deque[int]) -> None:
+        """Rows that were handed out and not begun."""
         self.queue.extendleft(reversed(indices))
-
-    def finish(self, index: int, score: Score) -> None:
-        if score.reason == "memory":
-            self.stopped_at(index, score, is_certain=False)
-        else:
-            self.scores[index] = score
+        indices.clear()
 
     def stopped_at(self, index: int, score: Score, *, is_certain: bool) -> None:
         """Scoring this row ended its process. The fault may be an earlier row's, a thread or a leak that it left: so

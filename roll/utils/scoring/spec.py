@@ -104,9 +104,7 @@ def _import(path: str, spec: str) -> ModuleType:
         raise ConfigError(f"{spec!r} cannot be imported: {text} ({user_line(error, path)})") from None
 
 
-def _caller(
-    function: Callable[..., Any], spec: str, options: Mapping[str, Any]
-) -> Callable[[dict[str, Any]], Any]:
+def _caller(function: Callable[..., Any], spec: str, options: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
     """Adapt what is in a row to what the function takes: by name if it uses our names, by position otherwise."""
     parameters = inspect.signature(function).parameters
     kinds = inspect.Parameter

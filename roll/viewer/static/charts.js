@@ -43,7 +43,7 @@
     const ink = css("--muted"), line = css("--line");
     const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { size: 11, color: ink }, fixedrange: false, automargin: true };
     return {
-      margin: { l: 44, r: 8, t: 4, b: 26 }, height: options.height || 170, showlegend: false, hovermode: "x unified",
+      margin: { l: 44, r: 8, t: 4, b: 20 }, height: options.height || 170, showlegend: false, hovermode: "x unified",
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: css("--font"), size: 12, color: css("--ink") },
       hoverlabel: { bgcolor: css("--raised"), bordercolor: line, font: { color: css("--ink"), size: 12 } },
       xaxis: { ...axis, showgrid: false, title: { text: options.xTitle || "", font: { size: 11 } }, hoverformat: options.xTitle ? ".1f" : "d" },

@@ -99,6 +99,9 @@ def test_asynchronous_generation():
     assert not rlvr(async_generation_ratio=1).is_num_return_sequences_expand
     with pytest.raises(ConfigError, match=r"async_generation_ratio: found 0.5 .* expected 0, or at least 1"):
         rlvr(async_generation_ratio=0.5)
+    assert config.execution_backend == "ray" and config.enable_old_logprobs_recompute
+    with pytest.raises(ConfigError, match=r'backend: found "local" .* expected "ray" or "auto"'):
+        rlvr(async_generation_ratio=1, backend="local")
 
 
 def test_domains_and_tags():

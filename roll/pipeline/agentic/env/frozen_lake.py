@@ -12,6 +12,7 @@ and changes nothing.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from roll.exceptions import ConfigError, MissingDependencyError
@@ -44,6 +45,8 @@ class FrozenLakeEnv(Env):
         action_pattern: where the action stands in the answer.
         neighbours: say what lies left, below, right and above of the player, too (# is the edge).
         separator: between the cells of a row.
+        actions: names of the four actions, in the order left, down, right, up.
+        env_instruction: the rules as the policy reads them; "" leaves them out.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class FrozenLakeEnv(Env):
         action_pattern: str = r"<answer>(.*?)</answer>",
         neighbours: bool = False,
         separator: str = " ",
+        actions: Sequence[str] = ACTIONS,
         env_instruction: str | None = None,
     ) -> None:
         if size is not None and size < 2:
@@ -65,10 +69,14 @@ class FrozenLakeEnv(Env):
         self.size, self.p, self.is_slippery = size, p, is_slippery
         self.max_steps, self.format_penalty, self.hole_penalty = max_steps, format_penalty, hole_penalty
         self.action_pattern, self.neighbours, self.separator = action_pattern, neighbours, separator
-        self.instruction = env_instruction or (
+        if len(actions) != len(_MOVES):
+            raise ConfigError(f"frozen_lake: actions: found {list(actions)}, expected names for left, down, right, up")
+        self.actions = tuple(actions)
+        rules = (
             "Move the player P over the ice (_) to the goal (G) without falling into a hole (O). "
-            f"The actions are {', '.join(ACTIONS)}."
+            f"The actions are {', '.join(self.actions)}."
         )
+        self.instruction = rules if env_instruction is None else env_instruction
         self._env: Any = None if size is not None else self._build(None)
         self._random = random.Random(0)
         self._steps = 0
@@ -86,11 +94,11 @@ class FrozenLakeEnv(Env):
 
     def step(self, action: str) -> Step:
         self._steps += 1
-        parsed = parse_action(action, self.action_pattern, ACTIONS)
+        parsed = parse_action(action, self.action_pattern, self.actions)
         before = int(self._env.s)
         reward, terminated = self.format_penalty, False
         if parsed.name is not None:
-            _, reward, terminated, _, _ = self._env.step(ACTIONS.index(parsed.name))
+            _, reward, terminated, _, _ = self._env.step(self.actions.index(parsed.name))
         success = terminated and float(reward) > 0
         if terminated and not success:
             reward = self.hole_penalty
@@ -105,7 +113,7 @@ class FrozenLakeEnv(Env):
 
     def sample_random_action(self) -> str:
         """A valid answer, for the random proxy."""
-        action = self._random.choice(ACTIONS)
+        action = self._random.choice(self.actions)
         return self.action_pattern.replace("(.*?)", action) if "(.*?)" in self.action_pattern else action
 
     def _observation(self) -> str:

@@ -1,0 +1,210 @@
+"""A policy loss, its gradient and everything that is reported about it, from one read of the tokens, on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Count = Tensor | int | float
+
+# Results of the kernels, in their order.
+RESULTS = (
+    "total",
+    "pg",
+    "weighted_pg",
+    "kl",
+    "entropy",
+    "ppo_ratio_high_clipfrac",
+    "ppo_ratio_low_clipfrac",
+    "clipfrac",
+    "ratio_mean",
+    "approxkl",
+    "policykl",
+    "num_valid",
+    "ratio_max",
+    "ratio_min",
+    "ppo_ratio_clipfrac",
+)
+TILE = 2048
+WARPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLossKind:
+    """Which loss. Names and numbers are those of `roll.algorithms.policy_loss`, `aggregation` and `kl`."""
+
+    surrogate: tuple[str, float, float, float]  # see `Surrogate.kernel`
+    low: float | None
+    high: float | None
+    ratio_type: str
+    agg_mode: str
+    kl_kind: str
+    pg_coef: float
+    kl_coef: float
+    entropy_coef: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLossInputs:
+    """What it is computed from, besides the log-probabilities and their entropy: (B, T), masks boolean."""
+
+    old_log_probs_BT: Tensor
+    advantages_BT: Tensor
+    mask_BT: Tensor
+    keep_BT: Tensor | None
+    is_weight_BT: Tensor | None
+    ref_log_probs_BT: Tensor | None
+    sample_weights_B: Tensor | None
+    num_tokens: Count
+    num_sequences: Count
+    norm_factor: Count
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        from roll.ops import triton_token_loss
+    except ImportError:  # Triton comes with torch for NVIDIA GPUs, and with no other
+        return None
+    return triton_token_loss
+
+
+def can_fuse(log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs) -> bool:
+    """Whether `token_loss` can do it: everything on one GPU, no float64, and nothing else wants a gradient."""
+    fixed = [value for value in vars(inputs).values() if isinstance(value, Tensor)]
+    tensors = [log_probs_BT, *([] if entropy_BT is None else [entropy_BT]), *fixed]
+    return (
+        log_probs_BT.is_cuda
+        and log_probs_BT.numel() > 0
+        and not any(tensor.requires_grad for tensor in fixed)
+        and all(tensor.device == log_probs_BT.device or tensor.ndim == 0 for tensor in tensors)
+        and all(tensor.dtype != torch.float64 for tensor in tensors if tensor.ndim)
+        and _kernels() is not None
+    )
+
+
+def token_loss(
+    log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs, kind: TokenLossKind
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the loss, float32, with its gradient; `RESULTS` as 0-d tensors, float64, which lie side by side on the device).
+
+    `roll.algorithms.policy_loss.policy_loss` and `policy_statistics` in plain torch are the reference.
+    """
+    loss, results = _TokenLoss.apply(log_probs_BT, entropy_BT, inputs, kind)
+    return loss, dict(zip(RESULTS, results.unbind(), strict=True))
+
+
+class _TokenLoss(torch.autograd.Function):
+    """The gradient is made together with the loss and waits for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs, kind: TokenLossKind
+    ) -> tuple[Tensor, Tensor]:
+        wants_gradient, wants_entropy = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and kind.entropy_coef != 0
+        shape, device = log_probs_BT.shape, log_probs_BT.device
+        gradient = torch.empty(shape, device=device) if wants_gradient else None
+        entropy_gradient = torch.empty(shape, device=device) if wants_entropy else None
+        ctx.save_for_backward(gradient, entropy_gradient)
+        ctx.dtypes = log_probs_BT.dtype, None if entropy_BT is None else entropy_BT.dtype
+        loss, results = torch.empty((), device=device), torch.empty(len(RESULTS), dtype=torch.float64, device=device)
+        _launch(log_probs_BT, entropy_BT, inputs, kind, gradient, entropy_gradient, loss, results)
+        ctx.mark_non_differentiable(results)
+        return loss, results
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  (the base class declares *grad_outputs)
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        found = (None if slope is None else slope * grad for slope in ctx.saved_tensors)
+        by_log_probs, by_entropy = (
+            None if slope is None else slope.to(dtype) for slope, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+        return by_log_probs, by_entropy, None, None
+
+
+def _launch(
+    log_probs_BT: Tensor,
+    entropy_BT: Tensor | None,
+    inputs: TokenLossInputs,
+    kind: TokenLossKind,
+    gradient: Tensor | None,
+    entropy_gradient: Tensor | None,
+    loss: Tensor,
+    results: Tensor,
+) -> None:
+    kernels = _kernels()
+    assert kernels is not None
+    num_rows, width = log_probs_BT.shape
+    device = log_probs_BT.device
+    rows = [
+        _rows(tensor)
+        for tensor in (
+            *(log_probs_BT, inputs.old_log_probs_BT, inputs.advantages_BT, inputs.mask_BT, inputs.keep_BT),
+            *(inputs.is_weight_BT, inputs.ref_log_probs_BT, entropy_BT),
+        )
+    ]
+    log_probs = rows[0]
+    assert log_probs is not None
+    table = torch.empty(num_rows, kernels.NUM_COLUMNS.value, dtype=torch.float64, device=device)
+    # Means of runs, and gradients through them, on their way.
+    spread = torch.empty_like(log_probs, dtype=torch.float32) if kind.ratio_type == "segment" else table
+    row_weights = None if inputs.sample_weights_B is None else inputs.sample_weights_B.contiguous()
+
+    def or_any(tensor: Tensor | None) -> Tensor:
+        """A kernel takes no None; what is missing is not read."""
+        return table if tensor is None else tensor
+
+    counts = [_count(count) for count in (inputs.num_tokens, inputs.num_sequences, inputs.norm_factor)]
+    tile = max(16, min(TILE, 1 << (width - 1).bit_length()))
+    coefficients = (kind.pg_coef, kind.kl_coef, kind.entropy_coef)
+    with torch.cuda.device_of(log_probs):  # Triton launches on the current device, which may be another
+        kernels.token_loss_kernel[(num_rows,)](
+            *(or_any(tensor) for tensor in (*rows, row_weights, gradient)),
+            *(spread, or_any(entropy_gradient), table),
+            *(0 if tensor is None else tensor.stride(0) for tensor in rows),
+            *(part for tensor, number in counts for part in (or_any(tensor), number)),
+            *(*kind.surrogate[1:], kind.low or 0.0, kind.high or 0.0, *coefficients, width),
+            RATIO=kind.ratio_type,
+            SURROGATE=kind.surrogate[0],
+            KL=kind.kl_kind,
+            AGGREGATION=kind.agg_mode,
+            HAS_KEEP=inputs.keep_BT is not None,
+            HAS_IS_WEIGHTS=inputs.is_weight_BT is not None,
+            HAS_REFERENCE=inputs.ref_log_probs_BT is not None,
+            HAS_ENTROPY=entropy_BT is not None,
+            HAS_ROW_WEIGHTS=row_weights is not None,
+            HAS_LOW=kind.low is not None,
+            HAS_HIGH=kind.high is not None,
+            WITH_GRADIENT=gradient is not None,
+            WITH_ENTROPY_GRADIENT=entropy_gradient is not None,
+            TOKENS_ON_DEVICE=counts[0][0] is not None,
+            SEQUENCES_ON_DEVICE=counts[1][0] is not None,
+            NORM_ON_DEVICE=counts[2][0] is not None,
+            TILE=tile,
+            num_warps=max(1, WARPS * tile // TILE),
+        )
+        kernels.total_loss_kernel[(1,)](table, num_rows, results, loss, *coefficients, ROWS=64, num_warps=4)
+
+
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    """The tensor with neighbouring tokens next to each other, masks as bytes."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        tensor = tensor.contiguous()
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _count(count: Count) -> tuple[Tensor | None, float]:
+    """(where it lies on the device, 0), or (None, the number)."""
+    if isinstance(count, Tensor) and count.is_cuda:
+        return count, 0.0
+    return None, float(count)

@@ -1,0 +1,336 @@
+"""Rollouts while training goes on: a thread of the driver keeps the generating workers busy with the coming steps.
+
+    version (= step)   3                     4                     5
+    trainer            trains on step 3      trains on step 4      trains on step 5 ...
+    engine             answers for step 4 .. | .. and step 5 ..    |
+                                             weights change: running samples are aborted and go on with the new ones
+
+A sample that goes on after a weight change has tokens of several policies, and every token keeps the version that made
+it. Staleness is the step that trains on a sample minus the version of its oldest token. It is bounded twice: prompts
+are started at most `async_generation_ratio` batches ahead, and samples that are staler than that when their turn comes
+are dropped, counted, and replaced.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import Any
+
+from roll.datasets.prompts import Prompt, PromptSampler, domain_sizes
+from roll.distributed.executor.cluster import Cluster
+from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
+from roll.exceptions import DataError
+from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+from roll.pipeline.rlvr.rollout import Rollout, Tally, group_metrics, group_samples
+from roll.pipeline.rlvr.samples import Group, Sample
+from roll.pipeline.rlvr.scoring import Scorer
+
+ABORT_AGAIN = 0.2  # seconds; a call that was on its way to a worker has not been aborted yet
+
+
+@dataclass
+class Draft:
+    """A sample in the making: what it has so far, and the request that makes the rest."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    num_parts: int = 0
+
+    def add(self, output: GenerationOutput) -> None:
+        """Take in what a call made of it; an aborted one goes on where it stopped."""
+        self.token_ids += output.token_ids
+        self.log_probs += output.log_probs
+        self.versions += [output.policy_version] * len(output.token_ids)
+        self.num_parts += bool(output.token_ids)
+        if output.finish_reason == "abort":
+            # Its only sample: the number of the answer in the call says nothing about its number in the group.
+            self.request = self.request.resume(replace(output, sample_index=0))
+        else:
+            self.finish_reason, self.error = output.finish_reason, output.error
+
+
+@dataclass
+class Job:
+    """One prompt on its way to a group: a draft for each of its samples."""
+
+    number: int
+    pool: str
+    prompt: Prompt
+    drafts: list[Draft]
+
+    @property
+    def name(self) -> str:
+        return str(self.number)
+
+    @property
+    def is_done(self) -> bool:
+        return all(draft.finish_reason is not None for draft in self.drafts)
+
+    def samples(self) -> list[Sample]:
+        return [
+            Sample(
+                prompt=self.prompt,
+                group=self.name,
+                number=number,
+                token_ids=tuple(draft.token_ids),
+                log_probs=tuple(draft.log_probs),
+                finish_reason=draft.finish_reason or "abort",
+                versions=tuple(draft.versions),
+            )
+            for number, draft in enumerate(self.drafts)
+        ]
+
+
+class AsyncRolloutCollector:
+    """Keeps generating until `close`. The main thread pauses it around weight updates and takes batches from it."""
+
+    def __init__(
+        self, config: RLVRConfig, sampler: PromptSampler, engine: Cluster, score: Scorer, tokenizer: Any
+    ) -> None:
+        assert config.actor_infer.generating_args is not None
+        self.config = config
+        self.sampler = sampler
+        self.engine = engine
+        self.score = score
+        self.tokenizer = tokenizer
+        self.sampling = SamplingParams.from_config(config.actor_infer.generating_args, seed=config.seed)
+        self.filters = {domain: reward.query_filter_config for domain, reward in config.rewards.items()}
+        self.sizes = domain_sizes(config.rollout_batch_size, sampler.shares)
+        self.max_staleness = math.ceil(config.async_generation_ratio)
+        self._jobs: dict[int, Job] = {}  # started and not in `_ready` yet, by number
+        self._ready: dict[str, list[tuple[int, Group]]] = {pool: [] for pool in self.sizes}
+        self._num_used = dict.fromkeys(self.sizes, 0)  # prompts that a step has taken, or that were taken out
+        self._next_number = 0
+        self._step = 0
+        self._tally = Tally(tokenizer)
+        self._num_continued = 0
+        self._changed = threading.Condition()
+        self._is_paused = True
+        self._is_generating = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._scorers = ThreadPoolExecutor(1, thread_name_prefix="roll-scoring")
+        self._thread = threading.Thread(target=self._run, name="roll-async-rollout", daemon=True)
+
+    # -- the main thread's side ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def paused(self, step: int) -> Iterator[None]:
+        """Nothing is generated inside: running samples are aborted and go on afterwards, for `step`."""
+        with self._changed:
+            self._is_paused = True
+        while self._is_generating:
+            self.engine.abort_requests()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_generating, timeout=ABORT_AGAIN)
+        yield
+        with self._changed:
+            self._is_paused = False
+            self._step = step
+            if not self._thread.is_alive() and not self._is_closed:
+                self._thread.start()
+            self._changed.notify_all()
+
+    def collect(self, step: int) -> Rollout:
+        """The oldest groups that are ready, as many as a step trains on; waits until there are enough."""
+        started = monotonic()
+        groups: list[Group] = []
+        with self._changed:
+            for pool, size in self.sizes.items():
+                while True:
+                    self._drop_stale(pool, step)
+                    if len(self._ready[pool]) >= size:
+                        break
+                    if not self._changed.wait(self.engine.rpc_timeout) and self._error is None:
+                        raise TimeoutError(
+                            f"no rollout within {self.engine.rpc_timeout:g} s (rpc_timeout): {len(self._jobs)} prompts "
+                            f"are being answered or scored, {len(self._ready[pool])} of {size} groups are ready"
+                        )
+                    if self._error is not None:
+                        raise self._error
+                    self._check_that_some_pass()
+                taken, self._ready[pool] = self._ready[pool][:size], self._ready[pool][size:]
+                self._num_used[pool] += size
+                groups += [group for _, group in taken]
+            tally, self._tally = self._tally, Tally(self.tokenizer)
+            num_continued, self._num_continued = self._num_continued, 0
+            self._changed.notify_all()
+        metrics = tally.metrics() | group_metrics(groups) | staleness_metrics(groups, step)
+        metrics |= {
+            "scheduler/collect_query_count": float(self._next_number),
+            "scheduler/query_use_count": float(len(groups)),
+            "scheduler/query_filter_count": float(tally.num_filtered),
+            "rollout/continued_samples": float(num_continued),
+            "rollout/wait_seconds": monotonic() - started,
+            "rollout/epoch": self.sampler.epoch,
+        }
+        return Rollout(groups, tally.dropped, metrics)
+
+    def close(self) -> None:
+        """Stop generating; what is under way is thrown away. Safe to call again."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        while self._is_generating and self._thread.is_alive():
+            self.engine.abort_requests()
+            self._thread.join(ABORT_AGAIN)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._scorers.shutdown(cancel_futures=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts that were started and not trained on: a run that resumes answers them first."""
+        with self._changed:
+            waiting = {job.number: (job.pool, job.prompt.index) for job in self._jobs.values()}
+            for pool, entries in self._ready.items():
+                waiting |= {number: (pool, group.prompt.index) for number, group in entries}
+            jobs = [[number, *waiting[number]] for number in sorted(waiting)]
+            return {"next_number": self._next_number, "num_used": dict(self._num_used), "jobs": jobs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._next_number = int(state["next_number"])
+        self._num_used = {pool: int(count) for pool, count in state["num_used"].items()}
+        for number, pool, index in state["jobs"]:
+            self._jobs[number] = self._new_job(number, pool, self.sampler.dataset[index])
+
+    # -- the thread that generates -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed or (not self._is_paused and self._has_work()))
+                    if self._is_closed:
+                        return
+                    jobs = [job for job in self._jobs.values() if not job.is_done]
+                    requests = [request for job in jobs for request in requests_of(job)]
+                    self._is_generating = True
+                try:
+                    outputs = self.engine.generate_requests(requests)
+                finally:
+                    with self._changed:
+                        self._is_generating = False
+                        self._changed.notify_all()
+                self._take_in(jobs, outputs)
+        except BaseException as error:  # noqa: BLE001 - the thread's border: `collect` raises it in the main thread
+            self._fail(error)
+
+    def _has_work(self) -> bool:
+        """Start as many prompts as may be ahead, and say whether there is anything to answer."""
+        for pool, size in self.sizes.items():
+            outstanding = sum(job.pool == pool for job in self._jobs.values()) + len(self._ready[pool])
+            allowed = size * (self._step + 1 + self.config.async_generation_ratio) - self._num_used[pool]
+            for prompt in self.sampler.take(pool, max(int(allowed) - outstanding, 0)):
+                self._jobs[self._next_number] = self._new_job(self._next_number, pool, prompt)
+                self._next_number += 1
+        return any(not job.is_done for job in self._jobs.values())
+
+    def _new_job(self, number: int, pool: str, prompt: Prompt) -> Job:
+        drafts = [
+            Draft(GenerationRequest(f"{number}/{i}", prompt.ids, self.sampling, sample_keys=(f"{number}/{i}",)))
+            for i in range(self.config.num_return_sequences_in_group)
+        ]
+        return Job(number, pool, prompt, drafts)
+
+    def _take_in(self, jobs: Sequence[Job], outputs: Sequence[GenerationOutput]) -> None:
+        drafts = {draft.request.request_id: draft for job in jobs for draft in job.drafts}
+        by_name = {job.name: job for job in jobs}
+        for output in outputs:
+            draft = drafts.get(output.request_id)
+            if draft is None:  # all samples of the prompt were one request
+                draft = by_name[output.request_id].drafts[output.sample_index]
+            draft.add(output)
+        done = [job for job in jobs if job.is_done]
+        if done:
+            self._scorers.submit(self._finish, done)
+
+    def _finish(self, jobs: Sequence[Job]) -> None:
+        """In the scoring thread: score what is complete and put it where `collect` finds it."""
+        try:
+            usable: list[Sample] = []
+            with self._changed:
+                for job in jobs:
+                    for sample, draft in zip(job.samples(), job.drafts, strict=True):
+                        self._tally.num_samples += 1
+                        self._tally.num_truncated += sample.finish_reason == "length"
+                        self._num_continued += draft.num_parts > 1
+                        if sample.finish_reason == "error" or not sample.token_ids:
+                            self._tally.drop(sample, f"generation: {draft.error or sample.finish_reason}")
+                        else:
+                            usable.append(sample)
+            verdicts = self.score(usable) if usable else []
+            with self._changed:
+                by_name = {group.name: group for group in group_samples(usable, verdicts, self._tally)}
+                for job in jobs:
+                    del self._jobs[job.number]
+                    group = by_name.get(job.name)
+                    if group is not None and self._tally.passes(group, self.filters[job.prompt.domain]):
+                        self._ready[job.pool].append((job.number, group))
+                for entries in self._ready.values():
+                    entries.sort(key=lambda entry: entry[0])
+                self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - as in `_run`
+            self._fail(error)
+
+    def _drop_stale(self, pool: str, step: int) -> None:
+        fresh = []
+        for number, group in self._ready[pool]:
+            oldest = min(scored.sample.oldest_version for scored in group.samples)
+            if step - oldest <= self.max_staleness:
+                fresh.append((number, group))
+                continue
+            for scored in group.samples:
+                self._tally.drop(scored.sample, "stale", scored)
+        self._ready[pool] = fresh
+
+    def _check_that_some_pass(self) -> None:
+        """A reward that always fails, or filters that nothing passes, would keep the run waiting for ever."""
+        config, dropped = self.config, self._tally.dropped
+        limit = config.max_num_gen_batches * config.rollout_batch_size * config.num_return_sequences_in_group
+        if len(dropped) >= limit:
+            reasons = ", ".join(
+                f"{name.rpartition('/')[2]}: {count:.0f}" for name, count in self._tally.metrics().items()
+            )
+            raise DataError(
+                f"{len(dropped)} samples were dropped and the batch is not full (max_num_gen_batches="
+                f"{config.max_num_gen_batches}): {reasons}. The last one was dropped because of {dropped[-1].reason}"
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+def requests_of(job: Job) -> list[GenerationRequest]:
+    """What is left to generate of a prompt: one request for all samples while none has a token, so that the prompt is
+    computed once; else one for each sample that goes on."""
+    open_drafts = [draft for draft in job.drafts if draft.finish_reason is None]
+    if len(open_drafts) == len(job.drafts) and not any(draft.token_ids for draft in job.drafts):
+        keys = tuple(draft.request.keys[0] for draft in job.drafts)
+        first = job.drafts[0].request
+        return [replace(first, request_id=job.name, num_samples=len(job.drafts), sample_keys=keys)]
+    return [draft.request for draft in open_drafts]
+
+
+def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """How old the samples of a step are: the step minus the version of a sample's oldest token."""
+    ages = [step - scored.sample.oldest_version for group in groups for scored in group.samples]
+    return {
+        "rollout/staleness/mean": sum(ages) / len(ages),
+        "rollout/staleness/max": float(max(ages)),
+        "scheduler/off_policy_ratio": sum(age > 0 for age in ages) / len(ages),
+        "rollout/mixed_version_samples": float(
+            sum(len(set(scored.sample.versions)) > 1 for group in groups for scored in group.samples)
+        ),
+    }

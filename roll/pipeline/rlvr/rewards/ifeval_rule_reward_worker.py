@@ -1,0 +1,17 @@
+"""Instructions whose fulfilment a program can check; see `ifeval_checks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.pipeline.rlvr.rewards.pool_reward_worker import PoolRewardWorker
+
+
+class GeneralRuleRewardWorker(PoolRewardWorker):
+    """1 if all instructions of a row are followed; with `reward_type: fraction` the share that is."""
+
+    function = "roll.pipeline.rlvr.rewards.ifeval_checks:score"
+
+    @classmethod
+    def options_of(cls, reward_config: Any) -> dict[str, Any]:
+        return {"reward_type": reward_config.reward_type}

@@ -1,0 +1,125 @@
+"""What the reward workers without a model have in common: a batch becomes rows of text, rows become scores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.distributed.scheduler.protocol import DataProto
+from roll.models.model_providers import default_tokenizer_provider
+from roll.utils.columns import column
+from roll.utils.scoring.pool import ScorePool, check_reward_fn
+from roll.utils.scoring.score import Score
+
+# Processes that score, over all workers of a role on one machine, unless the role asks for more workers than that.
+_MAX_PROCESSES = 8
+
+
+class PoolRewardWorker(Worker):
+    """Scores responses with a function, in processes that can be killed.
+
+    Subclasses name the function, and what of the role's configuration goes along with every row.
+    """
+
+    function: ClassVar[str] = ""
+
+    @classmethod
+    def function_of(cls, reward_config: Any) -> str:
+        """The score function of a role, as `file.py:name` or `module:name`."""
+        return cls.function
+
+    @classmethod
+    def options_of(cls, reward_config: Any) -> dict[str, Any]:
+        """Keyword arguments of the function that come from the configuration."""
+        return {}
+
+    @classmethod
+    def num_processes(cls, world_size: int) -> int:
+        """Processes of one worker: its share of this machine's cores."""
+        return max(1, min(_MAX_PROCESSES, os.cpu_count() or 1) // world_size)
+
+    @classmethod
+    def check(cls, reward_config: Any) -> None:
+        """Raise a ConfigError or MissingDependencyError if the role cannot score; needs no model."""
+        check_reward_fn(cls.function_of(reward_config))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def initialize(self, pipeline_config: Any) -> None:
+        super().initialize(pipeline_config)
+        model_args = self.worker_config.model_args
+        if model_args.model_name_or_path is None:
+            model_args = pipeline_config.actor_train.model_args
+        self.tokenizer = default_tokenizer_provider(model_args)
+        self.pool = ScorePool(
+            self.function_of(self.worker_config),
+            num_processes=self.num_processes(self.world_size),
+            timeout_s=self.worker_config.reward_timeout,
+            memory_mb=self.worker_config.reward_memory_mb,
+            options=self.options_of(self.worker_config),
+        )
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
+    async def compute_rewards(self, data: DataProto) -> DataProto:
+        """Score every row. Asynchronous, so that the workers of one process score at the same time.
+
+        Returns:
+            `scores` (B,): the function's, NaN for rows to be dropped; `response_level_rewards` (B,): the same less
+            `response_length_penalty_coef` a token; `token_level_rewards` (B, S-1): zeros; the object columns
+            `reward_parts` (a dict a row) and `drop_reason` (None, or why the row has no score).
+        """
+        started = time.monotonic()
+        rows = text_rows(data, self.tokenizer)
+        scores = await asyncio.to_thread(self.pool.score, rows)
+        result = reward_columns(data, scores, self.worker_config.response_length_penalty_coef)
+        result.meta_info["metrics"] = {f"time/{self.cluster_name}/compute_rewards/total": time.monotonic() - started}
+        return result
+
+    def close(self) -> None:
+        """End the processes; they also end with this worker."""
+        self.pool.close()
+
+
+def text_rows(data: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+    """What a score function sees of each row: `prompt` and `response` as text, and every object column.
+
+    The response is decoded without special tokens. The prompt is the `prompt` column if the batch has one, otherwise
+    what the model saw, special tokens included.
+    """
+    ids_BS = column(data, "input_ids", "a reward")
+    response_BS = column(data, "response_mask", "a reward").bool()
+    prompt_BS = column(data, "attention_mask", "a reward").bool() & (response_BS.cumsum(-1) == 0)
+    columns = {name: values.tolist() for name, values in data.non_tensor_batch.items()}
+    responses = tokenizer.batch_decode([ids[mask] for ids, mask in zip(ids_BS, response_BS, strict=True)], True)
+    prompts = columns.get("prompt")
+    if prompts is None:
+        prompts = tokenizer.batch_decode([ids[mask] for ids, mask in zip(ids_BS, prompt_BS, strict=True)])
+    return [
+        {**{name: values[index] for name, values in columns.items()}, "prompt": prompt, "response": response}
+        for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+    ]
+
+
+def reward_columns(data: DataProto, scores: Sequence[Score], length_penalty: float = 0.0) -> DataProto:
+    """Scores as the columns that `compute_rewards` returns."""
+    scores_B = torch.tensor([float("nan") if score.value is None else score.value for score in scores])
+    rewards_B = scores_B
+    parts = [dict(score.parts) for score in scores]
+    if length_penalty:
+        penalty_B = length_penalty * data["response_mask"].sum(-1).float()
+        rewards_B = scores_B - penalty_B
+        for part, penalty in zip(parts, penalty_B.tolist(), strict=True):
+            part["length_penalty"] = -penalty
+    tensors = {
+        "token_level_rewards": torch.zeros(len(data), data["response_mask"].shape[1] - 1),
+        "response_level_rewards": rewards_B,
+        "scores": scores_B,
+    }
+    objects = {"reward_parts": parts, "drop_reason": [score.reason for score in scores]}
+    return DataProto.from_dict(tensors, non_tensors=objects)

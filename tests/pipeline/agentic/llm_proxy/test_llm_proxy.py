@@ -1,0 +1,129 @@
+"""Who answers: the policy with interruptions, a service on this machine, chance."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
+from roll.exceptions import ConfigError
+from roll.models.tiny import character_tokenizer
+from roll.pipeline.agentic.agentic_config import LLMProxyConfig
+from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest, create_llm_proxy, register_llm_proxy
+
+TOKENIZER = character_tokenizer()
+
+
+def turn(name="r", text="hi", **options):
+    request = GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=4, temperature=0.5, stop_strings=("!",)))
+    return TurnRequest(request, [{"role": "user", "content": text}], **options)
+
+
+def proxy(kind, actor_infer=None, **options):
+    config = LLMProxyConfig(proxy_type=kind, proxy_config=options)
+    return create_llm_proxy(config, actor_infer=actor_infer, tokenizer=TOKENIZER)
+
+
+def test_random_actions_become_tokens():
+    (output,) = proxy("random").generate([turn(random_action="ab")])
+    assert output.token_ids == [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id] and output.log_probs == []
+    (output,) = proxy("random").generate([turn(random_action="abcdef")])
+    assert output.finish_reason == "length" and len(output.token_ids) == 4
+
+
+class Interrupted:
+    """A policy whose first call is interrupted after one token of every other request."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate_requests(self, requests):
+        self.calls.append(requests)
+        first = len(self.calls) == 1
+        return [
+            GenerationOutput(item.request_id, 0, [7], [-0.1], "abort", 0)
+            if first and index % 2 == 0
+            else GenerationOutput(item.request_id, 0, [8, 9], [-0.2, -0.3], "stop", len(self.calls) - 1)
+            for index, item in enumerate(requests)
+        ]
+
+
+def test_an_interrupted_turn_goes_on_where_it_was():
+    policy = Interrupted()
+    first, second = proxy("policy", policy).generate([turn("a"), turn("b")])
+    assert (first.token_ids, first.log_probs, first.policy_version) == ([7, 8, 9], [-0.1, -0.2, -0.3], 0)
+    assert second.token_ids == [8, 9]
+    (again,) = policy.calls[1]
+    assert again.prefix_ids == (7,) and again.prompt_ids == (5, 6)
+
+
+class Service(BaseHTTPRequestHandler):
+    seen: list = []  # noqa: RUF012
+    failures = 0
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Service.seen.append((self.path, body, self.headers.get("Authorization")))
+        if Service.failures > 0:
+            Service.failures -= 1
+            self.send_error(503)
+            return
+        text = body["messages"][-1]["content"].upper()
+        answer = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def address():
+    Service.seen, Service.failures = [], 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_service(address, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    service = proxy("openai", base_url=address, model_name="m", api_key_env="MY_KEY", extra_body={"top_k": 3})
+    outputs = service.generate([turn("a", "hi"), turn("b", "ho")])
+    assert [TOKENIZER.decode(output.token_ids, skip_special_tokens=True) for output in outputs] == ["HI", "HO"]
+    path, body, key = Service.seen[0]
+    assert path == "/v1/chat/completions" and key == "Bearer secret"
+    assert body["model"] == "m" and body["max_tokens"] == 4 and body["stop"] == ["!"] and body["top_k"] == 3
+    assert threading.active_count() < 20
+
+
+def test_a_service_that_fails(address):
+    Service.failures = 2
+    service = proxy("openai", base_url=address, model_name="m", max_retries=2)
+    assert service.generate([turn()])[0].error is None
+    Service.failures = 2
+    service = proxy("openai", base_url=address, model_name="m", max_retries=1)
+    (output,) = service.generate([turn()])
+    assert output.finish_reason == "error" and "503" in str(output.error)
+
+
+def test_what_a_config_may_name():
+    with pytest.raises(ConfigError, match="expected one of openai, policy, random"):
+        proxy("oracle")
+    with pytest.raises(ConfigError, match=r"proxy_config.model_name: missing"):
+        proxy("openai", base_url="http://x")
+    with pytest.raises(ConfigError, match="unknown url"):
+        proxy("openai", base_url="http://x", model_name="m", url=1)
+
+    @register_llm_proxy("silent")
+    class Silent(BaseLLMProxy):
+        def generate(self, requests):
+            return [self.spoken(item.request, "") for item in requests]
+
+    assert isinstance(proxy("silent"), Silent)
+    assert type(proxy("roll.pipeline.agentic.llm_proxy.random_proxy.RandomProxy")).__name__ == "RandomProxy"

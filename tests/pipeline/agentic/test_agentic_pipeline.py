@@ -1,0 +1,178 @@
+"""Whole runs of a tiny model in environments, in process."""
+
+import json
+import math
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from agentic_setup import STEP, tiny_pipeline_config
+from safetensors.torch import load_file
+
+from roll.exceptions import ConfigError
+from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline, GroupFilter
+from roll.utils.tracking import read_metrics
+
+GOOD = {"Good": "GoodEnv"}
+
+
+def train(folder, envs=GOOD, **options):
+    """(pipeline, lines of metrics, weights at the end)."""
+    config = tiny_pipeline_config(folder, envs, **options)
+    with AgenticPipeline(config, progress=False) as pipeline:
+        pipeline.run()
+    model = pipeline.model_folder()
+    assert model is not None
+    return pipeline, read_metrics(pipeline.run_dir / "metrics.jsonl"), load_file(model / "model.safetensors")
+
+
+def without_times(lines):
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time", "system/tps")) and key != "time"}
+        for line in lines
+    ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    threads = set(threading.enumerate())
+    yield
+    left = [thread for thread in set(threading.enumerate()) - threads if type(thread).__name__ != "TMonitor"]  # tqdm's
+    assert left == []
+    assert [child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"] == []
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options"),
+    [
+        (
+            "grpo",
+            {"ratio_type": "segment", "reward_normalization": {"grouping": "traj_group_id", "method": "mean_std"}},
+        ),
+        ("reinforce", {"whiten_advantages": True, "use_kl_loss": True, "kl_loss_coef": 0.1}),
+        ("agentic_reinforce", {"gamma": 0.9, "reward_normalization": {"grouping": "tags", "method": "mean"}}),
+        ("gae", {"add_token_level_kl": True, "init_kl_coef": 0.1, "ppo_epochs": 2}),
+        ("gigpo", {"custom_envs": {"Good": {"env_type": "bad_envs:GoodEnv", "env_manager_cls": STEP}}}),
+        ("step_reinforce", {"batch_adjust_mode": "delete"}),
+    ],
+)
+def test_every_estimator(tmp_path, estimator, options):
+    pipeline, lines, weights = train(tmp_path, adv_estimator=estimator, log_samples_per_step=4, **options)
+    first = lines[0]
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert any(not torch.equal(before[name], weights[name]) for name in weights)
+    for name in (
+        "rollout/score/mean", "rollout/response_length/max", "critic/score/mean", "critic/advantages/mean",
+        "critic/returns/min", "tokens/prompt_length/mean", "env/Good/success", "env/Good/num_actions",
+        "env/response_length", "scheduler/group_filter_count", "actor/pg_loss", "actor/lr", "actor/ratio_mean",
+        "system/samples", "system/tps", "time/step_total", "time/step_rollout", "time/step_train", "time/step_adv",
+        "time/step_model_update", "time/step_cal_norm_rewards", "time/step_cal_token_reward", "system/batch_add_count",
+    ):  # fmt: skip
+        assert name in first and math.isfinite(first[name]), name
+    assert first["rollout/logprob_gap/max"] < 1e-3  # sampling and training speak of one policy
+    if estimator == "gae":
+        assert "critic/loss" in first and "critic/values/mean" in first
+    if estimator == "gigpo":
+        assert "critic/step_rewards_norm/mean" in first and "system/state_batch_size/mean" in first
+    written = (pipeline.run_dir / "rollouts" / "step-000000.jsonl").read_text()
+    samples = [json.loads(line) for line in written.splitlines()]
+    assert samples[0]["turns"] and samples[0]["tag"] == "Good" and "advantages" in samples[0]["tokens"]
+
+
+def test_the_same_seed_twice_is_bit_equal(tmp_path):
+    runs = []
+    for name in ("one", "two"):
+        _, lines, weights = train(tmp_path, exp_name=name, adv_estimator="gigpo", max_steps=2)
+        runs.append((without_times(lines), weights))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+def test_resume_is_exact(tmp_path):
+    options = {
+        "adv_estimator": "grpo",
+        "max_steps": 4,
+        "save_steps": 2,
+        "add_token_level_kl": True,
+        "init_kl_coef": 0.1,
+    }
+    options |= {"target_kl": 0.1}
+    _, whole, weights = train(tmp_path, exp_name="whole", **options)
+    config = tiny_pipeline_config(tmp_path, GOOD, exp_name="parts", **options)
+    with AgenticPipeline(config, progress=False) as pipeline:
+        for step in pipeline.steps():  # the first half of run(), then the power goes out
+            pipeline.update_engine(step)
+            batch, _ = pipeline.collect(step)
+            assert batch is not None
+            batch = pipeline.add_advantages(pipeline.add_old_log_probs_and_values(pipeline.add_reference(batch)))
+            pipeline.train(step, batch)
+            pipeline.end_step(step, {})
+            if step == 1:
+                break
+    _, rest, resumed = train(tmp_path, exp_name="parts", resume_from_checkpoint=True, **options)
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    ignored = ("system/weight_checksum",)
+    for line, other in zip(without_times(whole)[2:4], without_times(rest)[2:4], strict=True):
+        assert {k: v for k, v in line.items() if k not in ignored and "do_checkpoint" not in k} == {
+            k: v for k, v in other.items() if k not in ignored and "do_checkpoint" not in k
+        }
+
+
+def test_environments_that_fail_are_counted_and_the_run_goes_on(tmp_path):
+    envs = {
+        "Raising": "RaisingEnv", "Hanging": "HangingEnv", "NaN": "NaNEnv", "None": "NoneStepEnv",
+        "Stubborn": "StubbornEnv", "Crashing": "CrashingEnv", "Once": "EndsAtOnceEnv", "Good": "GoodEnv",
+    }  # fmt: skip
+    manager = {"num_env_groups": 8, "group_size": 2, "env_timeout": 0.2, "env_retries": 0}
+    pipeline, lines, _ = train(tmp_path, envs, manager=manager, adv_estimator="grpo", max_steps=2)
+    assert pipeline.global_step == 2
+    for line in lines[:2]:
+        assert line["env/Raising/failed/exception"] == line["env/Hanging/failed/timeout"] == 2
+        assert line["env/NaN/failed/nan_reward"] == line["env/None/failed/no_observation"] == 2
+        assert line["env/Stubborn/failed/killed"] == line["env/Crashing/failed/killed"] == 2
+        assert line["env/Once/success"] == 1.0 and line["scheduler/empty_groups"] == 6
+
+
+def test_a_run_in_which_everything_fails_stops_with_the_reason(tmp_path):
+    manager = {"env_retries": 0}
+    pipeline, lines, _ = train(tmp_path, {"Raising": "RaisingEnv"}, manager=manager, max_steps=10)
+    assert pipeline.global_step == 3
+    info = json.loads((pipeline.run_dir / "run.json").read_text())
+    assert info["last_step"] == 3 and lines[2]["env/Raising/failed/exception"] == 4
+
+
+def test_validation_is_on_fixed_seeds_and_greedy_if_asked(tmp_path):
+    val = {"num_env_groups": 2, "tags": ["Good"], "generating_args": {"do_sample": False, "max_new_tokens": 4}}
+    pipeline, lines, _ = train(
+        tmp_path, eval_steps=1, val_env_manager=val, val_batch_size=2, max_steps=1, log_samples_per_step=None
+    )
+    assert {"val/score/mean", "val/Good/score/mean", "val/env/Good/success", "val/success"} <= lines[0].keys()
+    assert "val/success" in lines[1]  # the end is validated, too
+    first, last = (Path(pipeline.run_dir / "rollouts" / f"val-{step:06d}.jsonl").read_text() for step in (0, 1))
+    prompts = [[json.loads(line)["prompt"][:30] for line in text.splitlines()] for text in (first, last)]
+    assert prompts[0] == prompts[1]
+
+
+class OnlyWinners(GroupFilter):
+    """Drops groups without a positive score."""
+
+    def filter(self, group_id, episode_id, group):
+        return all(data["episode_scores"][0] <= 0 for data in group)
+
+
+def test_a_filter_of_ones_own(tmp_path):
+    manager = {"group_filter_cls": f"{__name__}.OnlyWinners"}
+    import sys
+
+    sys.modules[__name__] = sys.modules.get(__name__) or sys.modules[OnlyWinners.__module__]
+    _, lines, _ = train(tmp_path, manager=manager, max_steps=1)
+    assert lines[0]["scheduler/group_filter_count"] > 0
+
+
+def test_what_is_missing_is_said_before_a_run_has_a_folder(tmp_path):
+    config = tiny_pipeline_config(tmp_path, {"Good": {"max_steps": 3}})
+    with pytest.raises(ConfigError, match=r"custom_envs\.Good\.env_type: missing"):
+        AgenticPipeline(config, progress=False)
+    assert not (tmp_path / "output").exists()

@@ -1,0 +1,138 @@
+"""Environments in a process that can be killed: every way to fail is a reply, and nothing is left behind."""
+
+import time
+
+import bad_envs
+import psutil
+import pytest
+
+from roll.exceptions import ConfigError
+from roll.pipeline.agentic.env_calls import EnvCall, EnvSpec
+from roll.pipeline.agentic.env_host import EnvHost, LocalEnvs
+
+TIMEOUT = 0.5
+
+
+def host(*names, timeout_s=TIMEOUT, **options):
+    return EnvHost([EnvSpec(i, f"bad_envs:{name}", **options) for i, name in enumerate(names)], timeout_s=timeout_s)
+
+
+def ask(envs, *calls, wait_s=60.0):
+    envs.submit(calls)
+    return {reply.env_id: reply for reply in envs.collect(wait_s)}
+
+
+def children():
+    return [process for process in psutil.Process().children(recursive=True) if process.status() != "zombie"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = {process.pid for process in children()}
+    yield
+    assert [process for process in children() if process.pid not in before] == []
+
+
+def test_an_episode():
+    with host("GoodEnv", config={"turns": 2}) as envs:
+        first = ask(envs, EnvCall(0, seed=7))[0]
+        assert (first.observation, first.info) == ("start 7", {"env_instruction": "say a"})
+        second = ask(envs, EnvCall(0, action="a"))[0]
+        assert (second.observation, second.reward, second.terminated) == ("turn 1", 1.0, False)
+        assert ask(envs, EnvCall(0, action="b"))[0].terminated
+        assert ask(envs, EnvCall(0, seed=8))[0].observation == "start 8"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "says"),
+    [
+        ("RaisingEnv", "exception", "the floor is lava"),
+        ("HangingEnv", "timeout", "no answer within 0.5 s"),
+        ("NaNEnv", "nan_reward", "nan"),
+        ("NoneRewardEnv", "nan_reward", "None"),
+        ("NoneStepEnv", "no_observation", "step() returned None"),
+        ("NumberObservationEnv", "protocol", "an observation of int"),
+        ("CrashingEnv", "killed", "exit status 3"),
+    ],
+)
+def test_a_step_that_fails(name, reason, says):
+    with host(name, "GoodEnv") as envs:
+        ask(envs, EnvCall(0, seed=1), EnvCall(1, seed=1))
+        replies = ask(envs, EnvCall(0, action="a"), EnvCall(1, action="a"))
+        assert replies[0].reason == reason and says in replies[0].detail
+        # The other environment goes on, unless the process that both live in is gone; a reset always works.
+        assert replies[1].reason == ("lost" if reason == "killed" else None)
+        again = ask(envs, EnvCall(0, seed=2), EnvCall(1, seed=2))
+        assert [again[i].observation for i in (0, 1)] == ["start 2", "start 2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("NoneEnv", "no_observation"), ("UnbuildableEnv", "exception"), ("HangingResetEnv", "timeout")]
+)
+def test_a_reset_that_fails(name, reason):
+    with host(name) as envs:
+        assert ask(envs, EnvCall(0, seed=1))[0].reason == reason
+
+
+def test_an_environment_that_cannot_be_interrupted_is_killed():
+    with host("GoodEnv", "StubbornEnv", "GoodEnv") as envs:
+        ask(envs, *(EnvCall(i, seed=1) for i in range(3)))
+        replies = ask(envs, *(EnvCall(i, action="a") for i in range(3)))
+        assert [replies[i].reason for i in range(3)] == [None, "killed", "lost"]
+        assert envs.num_kills == 1
+        # Environment 0 had answered, but its episode went with the process.
+        assert ask(envs, EnvCall(0, action="a"))[0].reason == "lost"
+
+
+def test_the_last_observation_may_be_missing():
+    with host("EndsAtOnceEnv") as envs:
+        ask(envs, EnvCall(0, seed=1))
+        reply = ask(envs, EnvCall(0, action="x"))[0]
+        assert reply.terminated and reply.reason is None and reply.observation == ""
+
+
+def test_slow_environments_are_not_waited_for():
+    with host("GoodEnv", "SlowEnv", timeout_s=10.0) as envs:
+        ask(envs, EnvCall(0, seed=1), EnvCall(1, seed=1))
+        envs.submit([EnvCall(0, action="a"), EnvCall(1, action="a")])
+        assert [reply.env_id for reply in envs.collect(0.05)] in ([0], [])
+        rest = envs.collect(10.0)
+        assert rest[-1].env_id == 1 and rest[-1].reason is None
+
+
+def test_closing_does_not_wait_for_a_hanging_environment():
+    envs = host("StubbornEnv", timeout_s=100.0)
+    ask(envs, EnvCall(0, seed=1))
+    envs.submit([EnvCall(0, action="a")])
+    envs.collect(0.2)
+    started = time.monotonic()
+    envs.close()
+    assert time.monotonic() - started < 5.0
+
+
+def test_what_environments_start_ends_with_them():
+    with host("LeavingThingsBehindEnv", timeout_s=10.0) as envs:
+        assert ask(envs, EnvCall(0, seed=1))[0].reason is None
+
+
+def test_an_environment_that_does_not_exist_ends_the_run():
+    with host("Nowhere") as envs, pytest.raises(ConfigError, match="module bad_envs has no 'Nowhere'"):
+        ask(envs, EnvCall(0, seed=1))
+
+
+def test_classes_have_to_be_importable():
+    class Inside(bad_envs.GoodEnv): ...
+
+    with pytest.raises(ConfigError, match="move the class to a module, or set env_isolation: false"):
+        EnvHost([EnvSpec(0, Inside)], timeout_s=1.0)
+    assert EnvHost([EnvSpec(0, bad_envs.GoodEnv)], timeout_s=1.0).specs[0].entry_point == "bad_envs:GoodEnv"
+
+
+def test_in_this_process():
+    class Inside(bad_envs.GoodEnv): ...
+
+    envs = LocalEnvs([EnvSpec(0, Inside), EnvSpec(1, bad_envs.RaisingEnv, random_actions=True)])
+    replies = ask(envs, EnvCall(0, seed=3), EnvCall(1, seed=3))
+    assert replies[0].observation == "start 3" and replies[1].random_action == "a"
+    assert ask(envs, EnvCall(1, action="a"))[1].reason == "exception"
+    envs.close()

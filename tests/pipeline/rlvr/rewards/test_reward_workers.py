@@ -1,0 +1,201 @@
+"""Reward workers through their clusters: columns, order, dropped rows, bad configurations, no process left."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from process_checks import children, eventually
+from tiny_models import make_model_folder, tiny_tokenizer
+
+from roll.configs.model_args import ModelArguments
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.scheduler.resource_manager import ResourceManager
+from roll.exceptions import ConfigError
+from roll.pipeline.rlvr.rewards.check import check_rewards
+from roll.pipeline.rlvr.rlvr_config import FUNCTION_REWARD_WORKER, RewardConfig, RLVRConfig
+
+REWARDS = "roll.pipeline.rlvr.rewards"
+SCORE = """
+def score(prompt, response, ground_truth, **row):
+    if response == "hang":
+        while True: pass
+    if response == "oops":
+        raise KeyError("oops")
+    return {"right": float(response == ground_truth), "tag": 0.5 * (row["tag"] == "a")}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    (tmp_path / "mine.py").write_text(SCORE)
+    return tmp_path / "mine.py"
+
+
+def make_batch(pairs: list[tuple[str, str]], **columns) -> DataProto:
+    """Right-padded rows of prompt and response, with the end token after the response."""
+    tokenizer = tiny_tokenizer()
+    rows = [
+        (tokenizer.encode(p, add_special_tokens=False), tokenizer.encode(r, add_special_tokens=False)) for p, r in pairs
+    ]
+    width = max(len(p) + len(r) + 1 for p, r in rows)
+    ids, attended, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+    for index, (p, r) in enumerate(rows):
+        line = [*p, *r, tokenizer.eos_token_id]
+        ids[index, : len(line)] = torch.tensor(line)
+        attended[index, : len(line)] = 1
+        mask[index, len(p) : len(line)] = 1
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": attended, "response_mask": mask}, columns)
+
+
+def make_cluster(folder, **values) -> Cluster:
+    config = RewardConfig(**values)
+    actor = SimpleNamespace(model_args=ModelArguments(model_name_or_path=str(folder)))
+    pipeline = SimpleNamespace(
+        actor_train=actor, rpc_timeout=60, seed=0, output_dir="unused", resume_from_checkpoint=False
+    )
+    cluster = Cluster("reward-math", config.worker_cls, ResourceManager(0, 1), config)
+    cluster.initialize(pipeline)
+    return cluster
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_function_of_ones_own(folder, reward_file, world_size):
+    cluster = make_cluster(folder, reward_fn=f"{reward_file}:score", reward_timeout=1.0, world_size=world_size)
+    pairs = [("1+1=", "2"), ("1+2=", "2"), ("?", "hang"), ("??", "oops"), ("2+2=", "4"), ("", "4")]
+    batch = make_batch(pairs, ground_truth=["2", "3", "", "", "4", "4"], tag=list("aabbab"))
+    result = cluster.compute_rewards(batch)
+    expected = torch.tensor([1.5, 0.5, math.nan, math.nan, 1.5, 1.0])
+    torch.testing.assert_close(result.batch["scores"], expected, equal_nan=True)
+    torch.testing.assert_close(result.batch["response_level_rewards"], expected, equal_nan=True)
+    assert result.batch["token_level_rewards"].shape == (6, batch.batch["input_ids"].shape[1] - 1)
+    assert not result.batch["token_level_rewards"].any()
+    reasons = list(result.non_tensor_batch["drop_reason"])
+    assert reasons[2] == "timeout" and reasons[3].startswith("exception: KeyError: 'oops' (mine.py:")
+    assert [reasons[index] for index in (0, 1, 4, 5)] == [None] * 4
+    assert result.non_tensor_batch["reward_parts"][0] == {"right": 1.0, "tag": 0.5}
+    cluster.execute_all_sync("close")
+    assert eventually(lambda: not children())
+
+
+def test_length_costs_what_the_config_says(folder, reward_file):
+    cluster = make_cluster(folder, reward_fn=f"{reward_file}:score", response_length_penalty_coef=0.1)
+    result = cluster.compute_rewards(make_batch([("1+1=", "2")], ground_truth=["2"], tag=["b"]))
+    assert result.batch["scores"].tolist() == [1.0]
+    torch.testing.assert_close(result.batch["response_level_rewards"], torch.tensor([0.8]))  # "2" and the end
+    cluster.execute_all_sync("close")
+    assert eventually(lambda: not children())
+
+
+@pytest.mark.parametrize(
+    ("worker", "responses", "columns", "expected"),
+    [
+        ("math_rule_reward_worker.MathRuleRewardWorker", ["2", "3"], {"ground_truth": ["2", "2"]}, [1.0, 0.0]),
+        (
+            "multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker",
+            [r"\boxed{A}", "A"],
+            {"ground_truth": ["A", "A"]},
+            [1.0, 0.0],
+        ),
+        (
+            "ifeval_rule_reward_worker.GeneralRuleRewardWorker",
+            ["a b", "a, b"],
+            {"ground_truth": [{"func_name": "validate_no_commas"}] * 2},
+            [1.0, 0.0],
+        ),
+        (
+            "code_sandbox_reward_worker.CodeSandboxRewardWorker",
+            ["print(input())", "print(1)"],
+            {"test_cases": [[{"stdin": "7", "expected_stdout": "7"}]] * 2},
+            [1.0, 0.0],
+        ),
+    ],
+)
+def test_rewards_that_come_along(folder, worker, responses, columns, expected):
+    cluster = make_cluster(folder, worker_cls=f"{REWARDS}.{worker}")
+    result = cluster.compute_rewards(make_batch([("?", response) for response in responses], **columns))
+    assert result.batch["scores"].tolist() == expected
+    assert list(result.non_tensor_batch["drop_reason"]) == [None, None]
+    cluster.execute_all_sync("close")
+
+
+def test_a_judge_that_is_down_drops_everything(folder):
+    cluster = make_cluster(
+        folder,
+        worker_cls=f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker",
+        judge_api_url="http://127.0.0.1:9/v1",
+        reward_timeout=2.0,
+    )
+    result = cluster.compute_rewards(make_batch([("?", "a"), ("?", "b")], ground_truth=["a", "a"]))
+    assert result.batch["scores"].isnan().all()
+    assert all("did not answer" in reason for reason in result.non_tensor_batch["drop_reason"])
+    cluster.execute_all_sync("close")
+
+
+def test_a_reward_model(folder):
+    cluster = make_cluster(
+        folder,
+        worker_cls=f"{REWARDS}.reward_model_worker.RewardModelWorker",
+        strategy_args={"strategy_name": "hf_infer"},
+        model_args={"model_name_or_path": str(folder), "dtype": "fp32", "random_init": True},
+    )
+    batch = make_batch([("1+1=", "2"), ("1+1=", "345")])
+    result = cluster.compute_rewards(batch)
+    assert result.batch["scores"].shape == (2,) and result.batch["scores"].isfinite().all()
+    assert list(result.non_tensor_batch["drop_reason"]) == [None, None]
+    # Through its own chat template, the same words are other tokens.
+    cluster.workers[0].shares_vocabulary = False
+    again = cluster.compute_rewards(batch)
+    assert again.batch["token_level_rewards"].shape == result.batch["token_level_rewards"].shape
+    assert (again.batch["scores"] != result.batch["scores"]).all()
+
+
+def test_the_config_of_a_reward(reward_file, monkeypatch):
+    assert RewardConfig(reward_fn="mine.py:score").worker_cls == FUNCTION_REWARD_WORKER
+    with pytest.raises(ConfigError, match=r"worker_cls: found .* expected no other worker_cls beside reward_fn"):
+        RewardConfig(reward_fn="mine.py:score", worker_cls="a.B")
+    with pytest.raises(ConfigError, match=r'reward_fn: found "mine.py" .* expected file.py:function'):
+        RewardConfig(reward_fn="mine.py")
+    with pytest.raises(ConfigError, match="reward_timeout"):
+        RewardConfig(reward_timeout=0)
+    beside = RewardConfig.model_validate({"reward_fn": "mine.py:score"}, context={"folder": reward_file.parent})
+    assert beside.reward_fn == f"{reward_file}:score"
+    monkeypatch.chdir(reward_file.parent)
+    here = RewardConfig.model_validate({"reward_fn": "mine.py:score"}, context={"folder": "/"})
+    assert here.reward_fn == "mine.py:score"
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"reward_fn": "nowhere.py:score"}, r"rewards.math.reward_fn: 'nowhere.py:score': there is no file"),
+        ({"reward_fn": "json:lods"}, "rewards.math.reward_fn: .* did you mean 'loads'"),
+        ({"worker_cls": "no.such.Worker"}, r"rewards.math: 'no.such.Worker': there is no module 'no'"),
+        ({"worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker"}, "judge_api_url: missing"),
+        (
+            {"worker_cls": f"{REWARDS}.code_sandbox_reward_worker.CodeSandboxRewardWorker", "use_local": False},
+            "use_local: found false",
+        ),
+    ],
+)
+def test_rewards_are_checked_before_anything_is_loaded(reward, message):
+    config = RLVRConfig(prompt_length=8, response_length=8, rewards={"math": reward})
+    with pytest.raises(ConfigError, match=message):
+        check_rewards(config)
+
+
+def test_rewards_that_work_pass_the_check(reward_file):
+    rewards = {
+        "mine": {"reward_fn": f"{reward_file}:score"},
+        "choice": {
+            "worker_cls": f"{REWARDS}.multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker"
+        },
+    }
+    check_rewards(RLVRConfig(prompt_length=8, response_length=8, rewards=rewards))
+    assert eventually(lambda: not children())

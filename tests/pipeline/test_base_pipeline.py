@@ -1,0 +1,298 @@
+"""Steps, checkpoints, resume, interruption and the end of a run, with a pipeline that counts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.configs.worker_config import WorkerConfig
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.exceptions import ConfigError
+from roll.pipeline.base_pipeline import BasePipeline, resume_command
+from roll.pipeline.dpo.dpo_config import DPOConfig
+from roll.pipeline.registry import load_config
+from roll.utils.checkpoint_manager import complete_checkpoints
+from roll.utils.run_folder import RunFolder
+from roll.utils.tracking import read_metrics
+
+
+class Counter(BasePipeline):
+    """Adds up its steps, and carries the sum."""
+
+    def __init__(self, pipeline_config, *, progress=False):
+        super().__init__(pipeline_config, progress=progress)
+        self.total = 0
+        self.restore()
+
+    def states(self):
+        return {"counter": {"total": self.total}}
+
+    def load_states(self, states):
+        self.total = states["counter"]["total"]
+
+    def on_step(self, step):
+        """What a test does in a step."""
+
+    def run(self):
+        for step in self.steps():
+            self.total += step
+            self.on_step(step)
+            self.end_step(step, {"total": self.total, "parts@sum": [1, 2, [3]]})
+        self.finish("Counted.")
+
+
+def make_config(output_dir, **values) -> DPOConfig:
+    defaults = {"sequence_length": 8, "exp_name": "exp", "max_steps": 6, "save_steps": 4, "track_with": "none"}
+    return DPOConfig(**{**defaults, "output_dir": str(output_dir), **values})
+
+
+def run(config, pipeline=Counter, **options):
+    with pipeline(config, **options) as running:
+        running.run()
+    return running
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_run_leaves_config_metrics_checkpoints_and_its_story(tmp_path):
+    pipeline = run(make_config(tmp_path))
+    folder = tmp_path / "exp"
+    assert pipeline.run_dir == folder
+    assert steps_of(folder) == [0, 1, 2, 3, 4, 5]
+    line = read_metrics(folder / "metrics.jsonl")[4]
+    assert (line["total"], line["parts"], line["system/step"]) == (10, 6, 5)
+    assert [path.name for path in complete_checkpoints(folder)] == ["checkpoint-4", "checkpoint-6"]
+    info = RunFolder(folder).info()
+    assert (info["pipeline"], info["status"], info["last_step"]) == ("dpo", "finished", 6)
+    assert info["started"] <= info["ended"] and info["command"] == sys.argv
+    # The config starts such a run again: not inside the folder of this one.
+    copy = load_config(folder / "config.yaml", warn=False).config
+    assert (copy.output_dir, copy.exp_name, copy.max_steps) == (str(tmp_path), "exp", 6)
+
+
+def test_workers_see_the_run_folder(tmp_path):
+    pipeline = Counter(make_config(tmp_path))
+    assert pipeline.pipeline_config.output_dir == str(tmp_path / "exp")
+    assert pipeline.pipeline_config.resume_from_checkpoint is False
+    pipeline.close()
+
+
+@pytest.mark.parametrize("how", [True, "run", "checkpoint"])
+def test_resume_goes_on_where_the_checkpoint_is(tmp_path, how):
+    class StopsAt5(Counter):
+        def on_step(self, step):
+            if step == 5:
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(make_config(tmp_path, max_steps=8), StopsAt5)
+    folder = tmp_path / "exp"
+    assert RunFolder(folder).info()["status"] == "failed"
+    assert steps_of(folder) == [0, 1, 2, 3, 4]
+    given = {"run": str(folder), "checkpoint": str(folder / "checkpoints" / "checkpoint-4")}.get(how, how)
+    pipeline = run(make_config(tmp_path, max_steps=8, resume_from_checkpoint=given))
+    assert pipeline.run_dir == folder
+    assert pipeline.total == sum(range(8))
+    assert steps_of(folder) == list(range(8))
+    assert RunFolder(folder).info()["status"] == "finished"
+
+
+def test_resume_of_a_finished_run_does_nothing_and_says_so(tmp_path, caplog):
+    run(make_config(tmp_path))
+    pipeline = run(make_config(tmp_path, resume_from_checkpoint=True))
+    assert "there is nothing left to train" in caplog.text
+    assert pipeline.total == 15 and steps_of(tmp_path / "exp") == list(range(6))
+
+
+def test_from_an_older_checkpoint_a_new_run_starts_with_the_old_lines(tmp_path):
+    run(make_config(tmp_path))
+    older = tmp_path / "exp" / "checkpoints" / "checkpoint-4"
+    pipeline = run(make_config(tmp_path, resume_from_checkpoint=str(older)))
+    assert pipeline.run_dir == tmp_path / "exp-2" and pipeline.total == 15
+    assert steps_of(tmp_path / "exp-2") == list(range(6))
+
+
+def test_stop_ends_after_the_step_with_a_checkpoint(tmp_path, capsys):
+    class StopsAt2(Counter):
+        def on_step(self, step):
+            if step == 2:
+                self.stop("enough")
+
+    run(make_config(tmp_path), StopsAt2, progress=None)
+    folder = tmp_path / "exp"
+    assert steps_of(folder) == [0, 1, 2]
+    assert [path.name for path in complete_checkpoints(folder)] == ["checkpoint-3"]
+    assert RunFolder(folder).info()["status"] == "finished"
+    assert capsys.readouterr().out == "Stopped after 3 of 6 steps: enough.\nCounted.\n"
+
+
+def test_kept_checkpoints_survive_pruning(tmp_path):
+    class KeepsTheFirst(Counter):
+        def on_step(self, step):
+            if step == 1:
+                self.save_checkpoint(keep=True)
+
+    run(make_config(tmp_path, save_steps=1, max_ckpt_to_keep=2), KeepsTheFirst)
+    names = [path.name for path in complete_checkpoints(tmp_path / "exp")]
+    assert names == ["checkpoint-1", "checkpoint-5", "checkpoint-6"]
+
+
+def test_when_to_validate(tmp_path):
+    def steps(every):
+        pipeline = Counter(make_config(tmp_path, eval_steps=every))
+        pipeline.close()
+        return [step for step in range(7) if pipeline.should_eval(step)]
+
+    assert steps(3) == [0, 3, 6]
+    assert steps(-1) == steps(0) == []
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}, {here!r}]
+from test_base_pipeline import Counter, make_config
+
+class Interrupted(Counter):
+    def on_step(self, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.{name})
+            print("step went on", flush=True)
+        if step == 2 and {twice}:
+            os.kill(os.getpid(), signal.{name})
+            print("never", flush=True)
+
+try:
+    with Interrupted(make_config({out!r}), progress=None) as pipeline:
+        pipeline.run()
+except KeyboardInterrupt:
+    print("stopped at once")
+"""
+
+
+def interrupted(tmp_path, *, name="SIGINT", twice=False) -> subprocess.CompletedProcess[str]:
+    here = Path(__file__).parent
+    code = SCRIPT.format(tests=str(here.parent), here=str(here), out=str(tmp_path), name=name, twice=twice)
+    environment = {**os.environ, "NO_COLOR": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_the_first_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, name):
+    result = interrupted(tmp_path, name=name)
+    folder = tmp_path / "exp"
+    assert result.returncode == 0, result.stderr
+    assert "Finishing this step, then saving. Once more stops at once." in result.stderr
+    assert result.stdout.splitlines() == [
+        "step went on",
+        "Stopped after 3 of 6 steps: interrupted.",
+        f"To go on: {resume_command(folder)}",
+        "Counted.",
+    ]
+    assert [path.name for path in complete_checkpoints(folder)] == ["checkpoint-3"]
+    assert RunFolder(folder).info()["status"] == "stopped"
+    again = run(load_config(folder / "config.yaml", [f"resume_from_checkpoint={folder}"], warn=False).config)
+    assert again.run_dir == folder and again.total == 15
+
+
+def test_the_second_signal_stops_at_once(tmp_path):
+    result = interrupted(tmp_path, twice=True)
+    assert result.stdout.splitlines() == ["step went on", "stopped at once"]
+    assert RunFolder(tmp_path / "exp").info()["status"] == "stopped"
+    assert complete_checkpoints(tmp_path / "exp") == []
+
+
+def test_handlers_are_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    run(make_config(tmp_path))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_constructor_that_fails_marks_its_run_as_failed(tmp_path):
+    class Broken(Counter):
+        def load_states(self, states): ...
+
+        def restore(self):
+            raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        Broken(make_config(tmp_path))
+    assert RunFolder(tmp_path / "exp").info()["status"] == "failed"
+    # Nothing was trained, so the corrected config gets the same folder.
+    assert run(make_config(tmp_path)).run_dir == tmp_path / "exp"
+
+
+class Echo(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def where(self) -> str:
+        return self.pipeline_config.output_dir
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def do_checkpoint(self, global_step: int) -> dict[str, float]:
+        (Path(self.pipeline_config.output_dir) / f"echo-{global_step}").write_text("")
+        return {"time/echo/do_checkpoint/total": 0.25}
+
+
+def test_clusters_of_roles_are_made_initialized_saved_and_ended(tmp_path):
+    config = make_config(tmp_path, actor_train=WorkerConfig(worker_cls=f"{__name__}.Echo"))
+    config = config.model_copy(
+        update={"actor_train": config.actor_train.model_copy(update={"worker_cls": Echo, "name": "actor_train"})}
+    )
+
+    class WithCluster(Counter):
+        def __init__(self, pipeline_config, *, progress=False):
+            super().__init__(pipeline_config, progress=progress)
+            self.actor_train = self.make_cluster("actor_train")
+            self.initialize(self.actor_train)
+            self.set_checkpoint_clusters(self.actor_train)
+
+    pipeline = WithCluster(config)
+    assert isinstance(pipeline.actor_train, Cluster)
+    assert pipeline.actor_train.where() == [str(tmp_path / "exp")]
+    with pytest.raises(ConfigError, match="critic is no role of this run; its roles are actor_train, reference"):
+        pipeline.make_cluster("critic")
+    pipeline.run()
+    assert sorted(path.name for path in (tmp_path / "exp").glob("echo-*")) == ["echo-4", "echo-6"]
+    # The time that saving took stands in the line of the step after it; the last in a line of its own.
+    timed = {x["step"]: x.get("time/echo/do_checkpoint/total") for x in read_metrics(tmp_path / "exp/metrics.jsonl")}
+    assert timed == {0: None, 1: None, 2: None, 3: None, 4: 0.25, 5: None, 6: 0.25}
+    with pytest.raises(Exception, match="was shut down"):
+        pipeline.actor_train.where()
+    assert pipeline.model_folder() == tmp_path / "exp" / "checkpoints" / "checkpoint-6" / "actor_train"
+
+
+def test_missing_gpus_are_an_error_with_the_override_that_helps(tmp_path):
+    config = make_config(
+        tmp_path,
+        num_gpus_per_node=1,
+        actor_train={
+            "worker_cls": "roll.distributed.executor.worker.Worker",
+            "device_mapping": [0],
+            "strategy_args": {"strategy_name": "hf_train"},
+        },
+    )
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    pipeline = Counter(config)
+    with pytest.raises(ConfigError, match=r"names GPU 0, but this machine shows 0 GPU.*actor_train.device_mapping=null"):
+        pipeline.make_cluster("actor_train")
+    pipeline.close("failed")
+
+
+def test_summaries_are_json(tmp_path):
+    pipeline = Counter(make_config(tmp_path))
+    pipeline.summary["validation"] = {"loss": float("nan"), "acc": 0.5}
+    pipeline.run()
+    text = (tmp_path / "exp" / "run.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["summary"] == {"validation": {"loss": None, "acc": 0.5}}
+
+

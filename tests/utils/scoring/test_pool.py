@@ -1,0 +1,302 @@
+"""Pools of score processes: every way to misbehave costs one sample, and no process is left."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from process_checks import children, eventually, marked, running
+
+from roll.exceptions import ConfigError, RollError
+from roll.utils.scoring.pool import ScorePool, check_reward_fn
+
+FILE = Path(__file__).with_name("score_functions.py")
+GOOD = {"prompt": "1+1", "response": "2", "ground_truth": "2"}
+BAD = {"prompt": "1+1", "response": "3", "ground_truth": "2"}
+
+
+def make_pool(name: str = "score", **options) -> ScorePool:
+    return ScorePool(f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 1.5, "memory_mb": 300, **options})
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with make_pool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left():
+    yield
+    assert eventually(lambda: not children() and not marked("score-daemon"))
+
+
+def outcome(pool: ScorePool, prompt: str):
+    """What became of one odd row between ordinary ones, which have to be scored as ever."""
+    rows = [GOOD, BAD, GOOD, {**GOOD, "prompt": prompt}, BAD, GOOD]
+    scores = pool.score(rows)
+    assert [score.value for score in scores[:3] + scores[4:]] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    return scores[3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("raise", "exception: ValueError: no such answer (score_functions.py:"),
+        ("loop", "timeout"),
+        ("deaf", "timeout"),
+        ("nan", "nan"),
+        ("inf", "nan"),
+        ("text", "type: returned '0.5' (str); expected a number"),
+        ("none", "none"),
+        ("allocate", "memory"),
+        ("eat", "memory"),
+        ("fork and hang", "timeout"),
+        ("daemon and hang", "timeout"),
+        ("bomb", "killed: more than 64 processes"),
+        ("exit", "killed: exit code 3"),
+        ("sys.exit", "exception: SystemExit: 3"),
+        ("crash", "killed: signal SIGSEGV"),
+        ("stdin", "exception: EOFError"),
+        ("kill parent", "killed: with the process"),
+        ("close files", "killed: exit code"),
+    ],
+)
+def test_a_sample_that_cannot_be_scored_is_dropped_with_its_reason(pool, prompt, reason):
+    score = outcome(pool, prompt)
+    assert score.value is None and score.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "value", "parts"),
+    [
+        ("parts", 1.25, {"format": 0.25, "answer": 1.0}),
+        ("total", 3.0, {"format": 0.25, "score": 3.0}),
+        ("fork", 0.5, {}),
+        ("daemon", 0.5, {}),
+        ("print", 0.5, {}),
+        ("subprocess", 0.5, {}),
+        ("modules", 0.0, {}),
+    ],
+)
+def test_a_sample_that_can_be_scored_is(pool, prompt, value, parts):
+    score = outcome(pool, prompt)
+    assert (score.value, score.parts, score.reason) == (value, parts, None)
+
+
+def test_what_a_sample_starts_ends_with_it(pool):
+    assert outcome(pool, "daemon").value == 0.5
+    assert eventually(lambda: not marked("score-daemon"), 1.0)
+
+
+def test_the_innocent_are_not_dropped_for_a_thread_that_an_earlier_sample_left(pool):
+    rows = [{**GOOD, "prompt": "time bomb"}, *[{**GOOD, "prompt": "slow"}] * 3]
+    assert [score.value for score in make_and_score(rows)] == [0.5] * 4
+
+
+def make_and_score(rows):
+    with make_pool(num_processes=1) as pool:
+        return pool.score(rows)
+
+
+def test_waiting_for_a_turn_does_not_count_as_time():
+    rows = [{**GOOD, "prompt": "slow"}] * 5
+    with make_pool(num_processes=1, timeout_s=0.6) as pool:
+        assert [score.value for score in pool.score(rows)] == [0.5] * 5
+
+
+def test_rows_are_scored_in_parallel():
+    rows = [{**GOOD, "prompt": "slow"}] * 8
+    with make_pool(num_processes=8) as pool:
+        pool.score([GOOD] * 8)
+        started = time.monotonic()
+        assert [score.value for score in pool.score(rows)] == [0.5] * 8
+        assert time.monotonic() - started < 8 * 0.3 * 0.7
+
+
+def test_processes_are_kept_for_the_next_call(pool):
+    first, second = ({score.value for score in pool.score([{**GOOD, "prompt": "pid"}] * 4)} for _ in range(2))
+    assert first & second
+
+
+def test_many_rows_cost_little_each(pool):
+    pool.score([GOOD])
+    started = time.monotonic()
+    scores = pool.score([GOOD, BAD] * 1000)
+    assert [score.value for score in scores] == [1.0, 0.0] * 1000
+    assert (time.monotonic() - started) / 2000 < 1e-3
+
+
+def test_no_rows(pool):
+    assert pool.score([]) == []
+
+
+def test_threads_take_turns(pool):
+    results = {}
+    threads = [
+        threading.Thread(target=lambda index=index: results.update({index: pool.score([GOOD, BAD] * 20)}))
+        for index in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all([score.value for score in results[index]] == [1.0, 0.0] * 20 for index in range(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value"),
+    [
+        ("positional", {"prompt": "", "response": "2", "ground_truth": "2", "tag": "x"}, 1.0),
+        ("keyword_only", {"prompt": "", "response": "b", "tests": ["a", "b"]}, 1.0),
+        ("option", {"prompt": "", "response": "", "ground_truth": None, "extra": 2.0}, 12.0),
+    ],
+)
+def test_functions_get_what_they_take(name, row, value):
+    with make_pool(name, num_processes=1, options={"bonus": 10.0}) as pool:
+        assert pool.score([row])[0].value == value
+
+
+def test_a_function_object_is_found_by_its_module():
+    with ScorePool(top_level) as pool:
+        assert pool.score([GOOD])[0].value == 7.0
+
+
+def top_level(prompt, response, ground_truth):
+    return 7.0
+
+
+def test_a_function_that_no_other_process_can_find():
+    with pytest.raises(ConfigError, match="write it as a function at the top of a file"):
+        ScorePool(lambda prompt, response, ground_truth: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("score", "names no function; expected my_file.py:score"),
+        (f"{FILE.parent}/score_function.py:score", "there is no file .* did you mean score_functions.py"),
+        (f"{FILE}:scor", "score_functions.py has no 'scor'; did you mean 'score'"),
+        (f"{FILE}:not_a_function", r"not_a_function is 3 \(int\); expected a function"),
+        (f"{FILE}:too_few", r"expected a function score\(prompt, response, .* found too_few\(prompt, answer\)"),
+        ("no_such_package.module:score", "there is no module 'no_such_package'"),
+        ("roll.exceptions:score", "has no 'score'"),
+    ],
+)
+def test_a_function_that_is_not_there(spec, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_reward_fn(spec)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os\n\nx = 1 / 0\n", r"ZeroDivisionError: division by zero \(broken.py:3\)"),
+        ("def score(:\n", r"SyntaxError: .*\(broken.py:1\)"),
+        ("import no_such_library\n", r"No module named 'no_such_library' \(broken.py:1\)"),
+        ("raise SystemExit(3)\n", r"SystemExit: 3 \(broken.py:1\)"),
+        ("import os\nos._exit(5)\n", "its process ended with 5"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(tmp_path, source, message):
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_reward_fn(f"{tmp_path}/broken.py:score")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_relative_file_is_looked_for_here_and_imports_its_neighbours(tmp_path, monkeypatch):
+    (tmp_path / "helper_of_mine.py").write_text("VALUE = 4.0\n")
+    (tmp_path / "mine.py").write_text("from helper_of_mine import VALUE\ndef score(p, r, g): return VALUE\n")
+    monkeypatch.chdir(tmp_path)
+    with ScorePool("mine.py:score") as pool:
+        monkeypatch.chdir("/")
+        assert pool.score([GOOD])[0].value == 4.0
+
+
+def test_helpers_that_the_module_starts_live_as_long_as_the_pool(tmp_path):
+    (tmp_path / "helped.py").write_text(
+        textwrap.dedent("""
+        import os, subprocess
+        server = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        def score(prompt, response, ground_truth):
+            if prompt == "exit":
+                os._exit(1)
+            return float(os.path.exists(f"/proc/{server.pid}"))
+        """)
+    )
+    before = {child.pid for child in children()}
+    with ScorePool(f"{tmp_path}/helped.py:score") as pool:
+        rows = [GOOD, {**GOOD, "prompt": "exit"}, GOOD]
+        assert [score.value for score in pool.score(rows)] == [1.0, None, 1.0]
+    assert eventually(lambda: {child.pid for child in children()} <= before)
+
+
+def test_processes_that_never_get_to_work_are_not_started_for_ever(tmp_path):
+    (tmp_path / "stillborn.py").write_text(
+        "import os\nos.register_at_fork(after_in_child=lambda: os._exit(7))\ndef score(p, r, g): return 1.0\n"
+    )
+    with (
+        pytest.raises(RollError, match=r"3 processes in a row ended before they could score anything .*exit code 7"),
+        ScorePool(f"{tmp_path}/stillborn.py:score") as pool,
+    ):
+        pool.score([GOOD])
+
+
+def test_close_ends_everything_and_scoring_afterwards_is_an_error():
+    pool = make_pool()
+    pool.score([GOOD] * 4)
+    before = len(children())
+    pool.close()
+    pool.close()
+    assert eventually(lambda: len(children()) <= before - 3)
+    with pytest.raises(RollError, match="closed"):
+        pool.score([GOOD])
+
+
+def test_a_pool_that_is_forgotten_is_closed():
+    before = {child.pid for child in children()}
+    make_pool().score([GOOD])
+    assert eventually(lambda: {child.pid for child in children()} <= before)
+
+
+OWNER = """
+import sys, time
+from roll.utils.scoring.pool import ScorePool
+pool = ScorePool({spec!r}, num_processes=2, timeout_s=60)
+print("started", flush=True)
+pool.score([{{"prompt": {prompt!r}, "response": "", "ground_truth": ""}}] * 2)
+"""
+
+
+@pytest.mark.parametrize("prompt", ["loop", "daemon and hang"])
+def test_everything_ends_when_the_owner_is_killed(prompt):
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER.format(spec=f"{FILE}:score", prompt=prompt)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"started\n"
+    time.sleep(0.4)
+    assert eventually(lambda: len(children(process.pid)) >= 3)  # nursery, two workers
+    tree = [child.pid for child in children(process.pid)]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert eventually(lambda: not any(map(running, tree)))
+    assert eventually(lambda: not marked("score-daemon"))
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.5])
+def test_a_file_that_hangs_on_import_ends_with_its_owner(tmp_path, wait):
+    (tmp_path / "hangs.py").write_text("print('x')\nwhile True: pass\n")
+    program = f"from roll.utils.scoring.pool import check_reward_fn\ncheck_reward_fn('{tmp_path}/hangs.py:score')"
+    process = subprocess.Popen([sys.executable, "-c", program])
+    assert eventually(lambda: len(children(process.pid)) == 1)
+    time.sleep(wait)
+    nursery = children(process.pid)[0]
+    process.kill()
+    process.wait()
+    assert eventually(lambda: not running(nursery.pid))

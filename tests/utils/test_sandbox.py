@@ -1,0 +1,186 @@
+"""The sandbox: what code gets back, what it cannot do, and that nothing of it is left. With namespaces and without."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from process_checks import children, eventually, marked
+
+from roll.utils.sandbox import run_python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "without"])
+def run(request):
+    def runner(code: str, **limits):
+        result = run_python(code, namespaces=request.param, **{"wall_s": 3.0, "cpu_s": 2.0, **limits})
+        assert eventually(lambda: not children())
+        return result
+
+    runner.has_namespaces = request.param and "namespaces" in run_python("").isolation
+    return runner
+
+
+def test_a_program_reads_and_writes(run):
+    result = run("import sys\nprint(input()[::-1])\nprint('oops', file=sys.stderr)", stdin="abc\n")
+    assert (result.stdout, result.stderr, result.exit_code, result.reason) == ("cba\n", "oops\n", 0, None)
+    assert not result.timed_out
+    assert result.isolation[0] == ("namespaces" if run.has_namespaces else "seccomp")
+
+
+def test_it_starts_in_an_empty_folder_of_its_own_that_is_removed(run):
+    code = "import os; print(os.getcwd()); print(sorted(os.listdir())); print(open('in/data.txt').read())"
+    result = run(code, files={"in/data.txt": "hello"})
+    folder, listing, text = result.stdout.splitlines()
+    assert listing == "['in', 'main.py']" and text == "hello"
+    assert not Path(folder).exists()
+
+
+def test_files_outside_the_folder_are_refused():
+    with pytest.raises(ValueError, match="outside the folder"):
+        run_python("", files={"../x": ""})
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "reason"),
+    [
+        ("import sys; sys.exit(3)", 3, "exit code 3"),
+        ("1/0", 1, "exit code 1"),
+        ("import os; os._exit(4)", 4, "exit code 4"),
+        ("import ctypes; ctypes.string_at(0)", -signal.SIGSEGV, "signal SIGSEGV"),
+        ("def broken(:", 1, "exit code 1"),
+    ],
+)
+def test_how_it_ended(run, code, exit_code, reason):
+    result = run(code)
+    assert (result.exit_code, result.reason, result.timed_out) == (exit_code, reason, False)
+
+
+def test_a_traceback_shows_only_the_code(run):
+    lines = run("def f():\n    return 1 / 0\nf()").stderr.splitlines()
+    assert lines[1] == '  File "main.py", line 3, in <module>'
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+IGNORE_SIGNAL = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
+
+
+def test_time_is_limited(run):
+    for code, limits, reason in [
+        ("import time; time.sleep(60)", {"wall_s": 0.3}, "timeout"),
+        ("while True: pass", {"cpu_s": 1.0, "wall_s": 20.0}, "cpu time"),
+        (IGNORE_SIGNAL, {"cpu_s": 1.0, "wall_s": 20.0}, "cpu time"),
+    ]:
+        result = run(code, **limits)
+        assert (result.reason, result.timed_out, result.exit_code) == (reason, True, None)
+        assert result.seconds < 15
+
+
+def test_memory_is_limited(run):
+    assert run("x = bytearray(10 * 2**30)").reason == "memory"
+    assert run("x = bytearray(100 * 2**20); print('fits')", memory_mb=400).stdout == "fits\n"
+
+
+def test_files_are_limited(run):
+    result = run("open('big', 'wb').write(bytes(40 << 20))", file_mb=8)
+    assert result.reason == "exit code 1" and "OSError" in result.stderr
+
+
+def test_output_is_limited(run):
+    result = run("while True: print('x' * 10000)", max_output=50_000)
+    assert result.reason == "output" and len(result.stdout) == 50_000
+    assert result.seconds < 3
+
+
+def test_processes_are_limited(run):
+    # Grows for ever, but slowly enough that a failure of the limit does no harm before the wall limit.
+    code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)\n    time.sleep(0.01)"
+    assert run(code, max_processes=10).reason == "processes"
+    assert run("import os\nwhile True: os.fork()", max_processes=10).reason == "processes"
+
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "{marker}"])
+    os._exit(0)
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("end", ["print('done')", "time.sleep(60)", "while True: print('x' * 10000)", "os._exit(1)"])
+def test_daemons_die_with_it(run, end):
+    marker = f"daemon-{os.getpid()}-{abs(hash(end))}"
+    run(DAEMON.format(marker=marker) + end, wall_s=0.7, max_output=10_000)
+    assert eventually(lambda: not marked(marker))
+
+
+def test_everything_dies_with_the_caller(run):
+    marker = f"orphan-{os.getpid()}-{run.has_namespaces}"
+    inner = DAEMON.format(marker=marker) + "time.sleep(60)"
+    caller = (
+        f"from roll.utils.sandbox import run_python\nrun_python({inner!r}, wall_s=60, namespaces={run.has_namespaces})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", caller])
+    try:
+        assert eventually(lambda: bool(marked(marker)), 10)
+    finally:
+        process.kill()
+        process.wait()
+    assert eventually(lambda: not marked(marker))
+
+
+def test_the_network_is_out_of_reach(run):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        accepted = []
+        thread = threading.Thread(target=lambda: accepted.append(server.accept()), daemon=True)
+        thread.start()
+        result = run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)")
+        assert result.reason == "exit code 1" and "Error" in result.stderr
+        assert not accepted
+        socket.create_connection(("127.0.0.1", port)).close()
+        thread.join(2)
+        assert accepted, "the server can be reached from here"
+
+
+def test_the_environment_is_not_inherited(run, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "token-123")
+    assert "token-123" not in run("import os; print(dict(os.environ)); print(open('/proc/self/environ').read())").stdout
+
+
+def test_secrets_of_the_caller_cannot_be_read_where_there_are_namespaces(run, monkeypatch):
+    if not run.has_namespaces:
+        pytest.skip("documented: without namespaces, code can read what its user can read")
+    code = f"print(open('/proc/{os.getpid()}/environ').read())"
+    assert run(code).reason == "exit code 1"
+
+
+def test_other_processes_cannot_be_killed(run):
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        run_code = f"import os\nfor pid in ({victim.pid}, {os.getpid()}, os.getppid()):\n    os.kill(pid, 9)"
+        result = run_python(run_code, namespaces=run.has_namespaces)
+        time.sleep(0.05)
+        assert victim.poll() is None
+        assert result.reason in ("exit code 1", None)  # process 1 of a namespace ignores the signal
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_nothing_outside_is_written_where_there_are_namespaces(run, tmp_path):
+    if not run.has_namespaces:
+        pytest.skip("documented: without namespaces, code can write where its user can write")
+    target = tmp_path / "written"
+    assert "Read-only file system" in run(f"open({str(target)!r}, 'w')").stderr
+    assert not target.exists()
