@@ -2,18 +2,18 @@
 
     python benchmarks/dpo_gpu.py [--steps 10] [--only roll] [--eager] [--profile]
 
-Three settings: 4 pairs a step, 4 pairs with gradient checkpointing, 16 pairs with it. Both train the same random weights
-in bf16 with a live reference model and fused AdamW; ours with `strategy_config: {compile: true}`, TRL's as it comes.
-Printed are tokens per second, milliseconds per step (median) and
-peak memory of both, and which share of the arithmetic floor we reach: 8 x parameters x tokens (two forward passes and one
-backward pass) at the rate of the GPU's matrix units. `--profile` adds where the time of one of our steps goes.
-Needs `trl` and `datasets` unless `--only roll`.
+Three settings: 4 pairs a step, 4 pairs with gradient checkpointing, 16 pairs with it. Both train the same random
+weights in bf16 with a live reference model and fused AdamW; ours with `strategy_config: {compile: true}`, TRL's as it
+comes. Printed are tokens per second, milliseconds per step (median) and peak memory of both, and which share of the
+arithmetic floor we reach: 8 x parameters x tokens (two forward passes and one backward pass) at the rate of the GPU's
+matrix units. `--profile` adds where the time of one of our steps goes. Needs `trl` and `datasets` unless `--only roll`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -84,7 +84,7 @@ class Record:
     @property
     def seconds(self) -> float:
         ends = self.ends[2:]  # the first steps find kernels and memory
-        return statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False))
+        return statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
 def train_roll(
@@ -146,8 +146,28 @@ def train_roll(
         record.peak = torch.cuda.max_memory_allocated()
     if profile:
         record.ends.pop()  # the step that was watched
-        print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=22, max_name_column_width=70))
+        print_profile(profiler)
     return record
+
+
+def print_profile(profiler: torch.profiler.profile) -> None:
+    """The kernels of a step by their time, and when the GPU waited for the program."""
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    totals: dict[str, list[float]] = {}
+    for event in events:
+        totals.setdefault(event.name[:90], []).append(event.time_range.elapsed_us() / 1e3)
+    print(f"  busy {sum(map(sum, totals.values())):.0f} ms:")
+    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[:12]:
+        print(f"    {sum(times):7.1f} ms  {len(times):5d} x  {name}")
+    gaps, end = [], None
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if end is not None and event.time_range.start > end[0]:
+            gaps.append(((event.time_range.start - end[0]) / 1e3, end[1][:50], event.name[:50]))
+        if end is None or event.time_range.end > end[0]:
+            end = (event.time_range.end, event.name)
+    print(f"  idle {sum(gap for gap, *_ in gaps):.1f} ms, of which the longest:")
+    for gap, before, after in sorted(gaps, reverse=True)[:8]:
+        print(f"    {gap:7.2f} ms  between {before} and {after}")
 
 
 def train_trl(
@@ -240,11 +260,8 @@ def main() -> None:
                 free()
             print(f"{size} pairs{', gradient checkpointing' if checkpointing else ''}")
             for name, record in records.items():
-                speed, milliseconds = tokens / record.seconds, record.seconds * 1e3
-                print(
-                    f"  {name:5} {speed:9,.0f} tokens/s  {milliseconds:7.0f} ms/step  {record.peak / GIB:6.1f} GiB peak",
-                    flush=True,
-                )
+                speed, step, peak = tokens / record.seconds, record.seconds * 1e3, record.peak / GIB
+                print(f"  {name:5} {speed:9,.0f} tokens/s  {step:7.0f} ms/step  {peak:6.1f} GiB peak", flush=True)
             if "roll" in records:
                 floor = 8 * parameters * tokens / PEAK_FLOPS
                 share = floor / records["roll"].seconds

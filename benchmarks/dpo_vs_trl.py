@@ -185,12 +185,15 @@ def main() -> None:
             ours.append(record)
             theirs.append(train_trl(model, [rows[i] for i in order], folder, options.steps, options.pairs))
     losses = list(zip(ours[0].losses, theirs[0].losses, strict=True))[:COMPARED_STEPS]
-    print(f"TRL {trl.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, {options.pairs} pairs a step")
+    versions = f"TRL {trl.__version__}, torch {torch.__version__}"
+    print(f"{versions}, {torch.get_num_threads()} threads, {options.pairs} pairs a step")
     print("step   loss here   loss in TRL")
     for step, (one, two) in enumerate(losses):
         print(f"{step:4d}   {one:.7f}   {two:.7f}")
     print(f"largest difference of a loss: {max(abs(one - two) for one, two in losses):.1e} (at most 1e-4)")
-    print(f"first gradient, relative difference: {relative_difference(ours[0].gradient, theirs[0].gradient):.1e} (1e-4)")
+    print(
+        f"first gradient, relative difference: {relative_difference(ours[0].gradient, theirs[0].gradient):.1e} (1e-4)"
+    )
     speeds = [[1 / record.seconds_per_step for record in records] for records in (ours, theirs)]
     one, two = (statistics.median(values) for values in speeds)
     print(f"steps per second: {one:.1f} here, {two:.1f} in TRL: {one / two:.2f} times (at least 1.5)")

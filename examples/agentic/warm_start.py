@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}>{{ message['content'] }}<|im_end|>"
     "{% else %}<|im_start|>{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
-ROWS_PER_STEP = 256
+TOKENS_PER_STEP = 8192
 
 
 def make_model(folder: Path, seed: int, max_length: int) -> None:
@@ -66,7 +66,7 @@ def imitate(folder: Path, batches: Iterator[DataProto]) -> float:
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 5)
-        rows = batch.select_idxs(torch.arange(len(batch))[:ROWS_PER_STEP])
+        rows = batch.slice(0, TOKENS_PER_STEP // batch["input_ids"].shape[1])
         logits = model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits
         log_probs, _ = next_token_log_probs(logits, rows["input_ids"], rows["response_mask"])
         loss = -log_probs.sum() / rows["response_mask"][:, 1:].sum()

@@ -330,4 +330,5 @@ class BaseConfig(ScheduleConfig):
         """The same config for a run of another length, its schedules included."""
         # Only what was set: the rest follows from it again, and stays known as a default.
         values: dict[str, Any] = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**values, "max_steps": max_steps})
+        values["max_steps"] = max_steps
+        return type(self)(**values)

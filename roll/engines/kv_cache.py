@@ -62,10 +62,7 @@ class RoomyLayer(DynamicLayer):
         for buffer in used:
             num_rows = len(buffer) if rows is None else len(rows)
             new = buffer.new_empty(num_rows, self.num_tokens + room, *buffer.shape[2:])
-            if rows is None:
-                new[:, : self.num_tokens] = buffer
-            else:
-                torch.index_select(buffer, 0, rows, out=new[:, : self.num_tokens])
+            new[:, : self.num_tokens] = buffer if rows is None else buffer.index_select(0, rows)
             moved.append(new)
         self._buffers = (moved[0], moved[1])
 

@@ -62,9 +62,10 @@ def linear_log_probs(
 
     Matrix products run in the dtype of the inputs (in autocast's dtype inside its context), everything after them in
     float32. Gradients flow to hidden, weight and bias, from both results; only what is required is computed. There is
-    no second derivative. At most `chunk_rows` x V logits exist at one time, in forward and in backward; the default
-    keeps them at about 64 MB on a CPU and 132 MB on an accelerator. The selected rows of `hidden` are copied when the
-    mask leaves rows out. On an accelerator each call waits once for the work before it, to learn how many are selected.
+    no second derivative. At most `chunk_rows` x V logits exist at one time, in forward and in backward (in forward on a
+    GPU twice as many: one tile is read while the next is made); the default is a tile of about 64 MB on a CPU and of
+    132 MB on an accelerator. The selected rows of `hidden` are copied when the mask leaves rows out. On an accelerator
+    each call waits once for the work before it, to learn how many are selected.
 
     Up to `keep_bytes` of logits are kept for backward, which then does not make them again: one matrix product of four
     less where all fit (2 bytes x selected positions x V in bfloat16). They then form a single tile.

@@ -278,9 +278,7 @@ class BasePipeline:
                 for worker_timings in cluster.do_checkpoint(done):
                     timings |= worker_timings
             limit = self.pipeline_config.max_ckpt_to_keep
-            save_pipeline_state(
-                self.run_dir, done, self.states(), max_ckpt_to_keep=limit, keep_steps=self.kept_steps
-            )
+            save_pipeline_state(self.run_dir, done, self.states(), max_ckpt_to_keep=limit, keep_steps=self.kept_steps)
             self._saved_step = done
             self._pending |= timings
         return checkpoint_folder(self.run_dir, done)
@@ -309,7 +307,9 @@ class BasePipeline:
         model = model or self.model_folder()
         lines = []
         if not is_done:
-            lines.append(f"Stopped after {self.global_step} of {self.pipeline_config.max_steps} steps: {self._stop_reason}.")
+            lines.append(
+                f"Stopped after {self.global_step} of {self.pipeline_config.max_steps} steps: {self._stop_reason}."
+            )
         if self.is_interrupted and self._saved_step is not None:
             lines.append(f"To go on: {resume_command(self.run_dir)}")
         lines += [result] if result else []

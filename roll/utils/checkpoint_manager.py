@@ -107,9 +107,7 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
         raise DataError(f"{file}: cannot be read ({error}); use an earlier checkpoint") from None
 
 
-def prune_checkpoints(
-    output_dir: str | Path, max_ckpt_to_keep: int, keep_steps: Collection[int] = ()
-) -> list[Path]:
+def prune_checkpoints(output_dir: str | Path, max_ckpt_to_keep: int, keep_steps: Collection[int] = ()) -> list[Path]:
     """Delete all but the newest `max_ckpt_to_keep` complete checkpoints (0 keeps all) and those of `keep_steps`;
     returns what was deleted."""
     kept = {checkpoint_folder(output_dir, step) for step in keep_steps}

@@ -78,5 +78,3 @@ class StepProgress:
 def number(value: float) -> str:
     """Four digits, or whole thousands: 0.6931, 12.35, 8,120."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-

@@ -174,7 +174,8 @@ def discard_rollouts_after(run_dir: str | Path, step: int) -> None:
 
 
 def chosen_rows(groups: Sequence[str], limit: int | None) -> list[int]:
-    """Rows of whole groups, spread evenly over the batch, at most `limit` of them (at least a part of one group).
+    """Rows of whole groups, spread evenly over the batch, at most `limit` of them. Groups of more than 16 rows (and
+    more than a quarter of `limit`) are cut to that, so that one group does not take all places.
 
     Example: groups a a b b c c d d with limit 4 gives the rows of a and c.
     """
@@ -183,14 +184,10 @@ def chosen_rows(groups: Sequence[str], limit: int | None) -> list[int]:
     members: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    sizes = [len(rows) for rows in members.values()]
-    num_groups = max(1, limit * len(sizes) // len(groups))
-    names = list(members)
-    spread = [names[i * len(names) // num_groups] for i in range(num_groups)]
-    rows: list[int] = []
-    for name in spread:
-        rows += members[name][: max(0, limit - len(rows))]
-    return sorted(rows)
+    parts = [rows[: max(16, limit // 4)] for rows in members.values()]
+    num_groups = max(1, limit * len(parts) // sum(map(len, parts)))
+    spread = [parts[i * len(parts) // num_groups] for i in range(min(num_groups, len(parts)))]
+    return sorted([row for rows in spread for row in rows][:limit])
 
 
 def _groups_of(batch: DataProto) -> list[str]:

@@ -1,12 +1,12 @@
 """The folder of one run: which one a run gets, whether it continues an earlier one, and what lies where in it.
 
-    OUTPUT_DIR/EXP_NAME/          a run; EXP_NAME-2, EXP_NAME-3 ... if that name is taken
-      run.json                    what was started, when and how it ended
-      config.yaml                 the config with every value that was in effect
-      metrics.jsonl               one line of numbers a step (see `roll.utils.tracking`)
-      rollouts/                   samples, one file a step
-      checkpoints/                see `roll.utils.checkpoint_manager`
-      report.html                 what the viewer made of all this
+OUTPUT_DIR/EXP_NAME/          a run; EXP_NAME-2, EXP_NAME-3 ... if that name is taken
+  run.json                    what was started, when and how it ended
+  config.yaml                 the config with every value that was in effect
+  metrics.jsonl               one line of numbers a step (see `roll.utils.tracking`)
+  rollouts/                   samples, one file a step
+  checkpoints/                see `roll.utils.checkpoint_manager`
+  report.html                 what the viewer made of all this
 """
 
 from __future__ import annotations

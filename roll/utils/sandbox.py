@@ -13,7 +13,8 @@ processes that called `setsid` or forked twice included, and also if the caller 
                  (`read-only` may be missing on kernels before 5.12). The rule wherever user namespaces are allowed.
     seccomp      namespaces are not allowed here (Docker's default profile, some distributions): the kernel refuses it
                  sockets other than local ones, tracing and signals to other processes. It can read what the user who
-                 runs it can read, and write there, one file up to the size limit at a time.
+                 runs it can read, and write there, one file up to the size limit at a time. If that user is root, and
+                 the interpreter is not hidden from others, it becomes a user that nobody is (`user` is added).
     hooks        neither is there (a kernel without seccomp, or a processor other than x86-64 and arm64): Python's own
                  calls for sockets and signals raise PermissionError. Code that goes around Python is not stopped.
 

@@ -56,6 +56,8 @@ def main(root: str, job_fd: int) -> None:
     else:
         adopt_orphans()
         isolation.append("seccomp" if _seccomp_works() else "hooks")
+        if os.getuid() == 0 and _is_public(os.__file__) and _is_public(sys.executable):
+            isolation.append("user")
     _report(job_fd, {"isolation": isolation})
     _report(job_fd, _watch(job, isolation, job_fd))
     if not has_namespaces:  # inside, the kernel kills what is left when process 1 ends
@@ -125,10 +127,11 @@ def _run(job: dict[str, Any], isolation: list[str], init: int, job_fd: int) -> N
     sys.path += job["packages"]
     sys.path.insert(0, os.getcwd())
     _limit(job, "namespaces" in isolation)
+    if "user" in isolation:
+        _become_a_stranger(job["folder"])
     if "namespaces" in isolation:
         drop_capabilities()
     elif "seccomp" in isolation:
-        _give_up_root(job["folder"])
         restrict_calls(os.getpid())
     else:
         sys.addaudithook(_refuse)
@@ -164,17 +167,18 @@ def _limit(job: dict[str, Any], is_alone: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (job["max_processes"] + 2,) * 2)
 
 
-def _give_up_root(folder: str) -> None:
-    """Without namespaces, root becomes a user that nobody is, where that user can still read the interpreter."""
-    if os.getuid():
-        return
+def _is_public(path: str) -> bool:
+    """Whether any user can get to `path`."""
+    path = os.path.realpath(path)
+    folders = [path]
+    while (path := os.path.dirname(path)) != "/":
+        folders.append(path)
+    return all(os.stat(folder).st_mode & 0o005 for folder in folders)
+
+
+def _become_a_stranger(folder: str) -> None:
+    """A user that nobody is, so that nothing but `folder` and what is public is within reach."""
     stranger = 2_000_000_000 + os.getpid()
-    paths = {os.__file__, sys.executable, folder}
-    for path in list(paths):
-        while (path := os.path.dirname(os.path.realpath(path))) != "/":
-            paths.add(path)
-    if not all(os.stat(path).st_mode & 0o001 or not os.path.isdir(path) for path in paths - {folder}):
-        return
     os.chown(folder, stranger, stranger)
     os.setgroups([])
     os.setresgid(stranger, stranger, stranger)

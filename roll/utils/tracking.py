@@ -158,8 +158,9 @@ class WandbTracker(Tracker):
     def __init__(self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int) -> None:
         import wandb
 
-        defaults = {"project": "roll", "name": run_dir.name, "dir": str(run_dir), "config": plain_values(config)}
-        self._run = wandb.init(**{**defaults, **options})
+        settings: dict[str, Any] = {"project": "roll", "name": run_dir.name, "dir": str(run_dir)}
+        settings |= {"config": plain_values(config), **options}
+        self._run = wandb.init(**settings)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -176,8 +177,8 @@ class TrackioTracker(Tracker):
     def __init__(self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int) -> None:
         import trackio
 
-        defaults = {"project": "roll", "name": run_dir.name, "config": plain_values(config)}
-        self._run = trackio.init(**{**defaults, **options})
+        settings: dict[str, Any] = {"project": "roll", "name": run_dir.name, "config": plain_values(config)}
+        self._run = trackio.init(**(settings | options))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

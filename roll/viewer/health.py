@@ -84,15 +84,15 @@ def first_metric(run: RunData, *names: str) -> tuple[str, Series] | None:
 
 
 def spikes(series: Series, *, factor: float = 5.0, window: int = 20, at_least: float = 0.0) -> Series:
-    """Points that stand far above the `window` points before them: more than `factor` times their median, and ten
-    typical deviations. The first eight points have no past to compare with."""
+    """Points that stand far above the `window` points before them: more than `factor` times their median, ten typical
+    deviations above it, and twice their largest. The first eight points have no past to compare with."""
     found = []
     for i in range(8, len(series)):
         past = [value for _, value in series[max(0, i - window) : i]]
         middle = median(past)
         deviation = median(abs(value - middle) for value in past)
         step, value = series[i]
-        if value > max(factor * abs(middle), middle + 10 * deviation, at_least):
+        if value > max(factor * abs(middle), middle + 10 * deviation, 2 * max(past), at_least):
             found.append((step, value))
     return found
 

@@ -145,7 +145,7 @@ def _write_run(run: RunData, number: int, data: Path, cache: _Cache) -> dict[str
 def _write_step(run: RunData, file: RolloutFile, data: Path, name: str, cache: _Cache) -> dict[str, Any]:
     """Write the data files of one step, unless they are there; what the cache knows of it: stats, number of pieces."""
     key = f"{run.path.resolve()}/{file.path.name}"
-    made = cache.get(key, file.stamp)
+    made: dict[str, Any] | None = cache.get(key, file.stamp)
     if made is None or not (data / f"{name}.js").exists():
         problems: list[str] = []
         try:

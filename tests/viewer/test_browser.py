@@ -338,7 +338,9 @@ def test_nothing_sticks_out_on_a_phone(browser: Any, runs: Path, view: str) -> N
         page.wait_for_selector(".bubble.response .tok")
         assert not page.is_visible(".sample-list")
         page.locator(".bubble.response .tok").nth(3).tap()
-        assert page.is_visible("#token-card")
+        page.wait_for_timeout(300)
+        token, card = (page.locator(name).bounding_box() for name in (".tok:focus", "#token-card"))
+        assert token["y"] + token["height"] <= card["y"], "the card does not cover the token it speaks of"
         reader.picture("phone-token")
         page.click(".back")
         page.wait_for_selector(".sample-list", state="visible")

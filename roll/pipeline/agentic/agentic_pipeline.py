@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +14,7 @@ from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divi
 from roll.exceptions import ConfigError
 from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.agentic.async_rollouts import AsyncRollouts
 from roll.pipeline.agentic.batch_adjust import adjust_batch, optimizer_steps
 from roll.pipeline.agentic.data_metrics import (
     compute_rollout_traj_metrics,
@@ -71,6 +73,7 @@ class AgenticPipeline(BasePipeline):
         self.tokenizer = default_tokenizer_provider(config.actor_train.model_args)
         super().__init__(config, progress=progress)
         self.schedulers: list[RolloutScheduler] = []
+        self.async_rollouts: AsyncRollouts | None = None
 
         roles = self.pipeline_config.active_roles()
         self.actor_train = self.make_cluster("actor_train")
@@ -85,6 +88,7 @@ class AgenticPipeline(BasePipeline):
 
         self.train_rollouts = self._make_scheduler("train")
         self.val_rollouts = self._make_scheduler("val") if "val_env" in roles else None
+        self.async_rollouts = self._make_async_rollouts() if config.async_pipeline else None
         self.metrics = MetricsManager()
         self.kl_ctrl = get_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self.num_empty_steps = 0
@@ -109,15 +113,26 @@ class AgenticPipeline(BasePipeline):
         self.schedulers.append(scheduler)
         return scheduler
 
+    def _make_async_rollouts(self) -> AsyncRollouts:
+        config = self.pipeline_config
+        return AsyncRollouts(
+            self.train_rollouts,
+            num_trajectories=config.rollout_batch_size,
+            ratio=config.async_generation_ratio,
+            first_step=self.global_step,
+            last_step=config.max_steps,
+        )
+
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         for step in self.steps():
             metrics = self.metrics
             with metrics.timer("time/step_total"):
-                self.update_engine(step)
-                if self.val_rollouts is not None and self.should_eval(step):
-                    metrics.add_metrics(self.validate(step))
+                with self.engine_at_rest(step):
+                    self.update_engine(step)
+                    if self.val_rollouts is not None and self.should_eval(step):
+                        metrics.add_metrics(self.validate(step))
                 with metrics.timer("time/step_rollout"):
                     batch, rollout = self.collect(step)
                 if batch is not None:
@@ -134,6 +149,10 @@ class AgenticPipeline(BasePipeline):
             self.end_step(step, metrics.pop())
         self.finish(self._final_validation())
 
+    def engine_at_rest(self, step: int) -> AbstractContextManager[None]:
+        """Inside, episodes that are played while training goes on wait; `step` comes next."""
+        return nullcontext() if self.async_rollouts is None else self.async_rollouts.paused(step)
+
     def update_engine(self, step: int) -> None:
         """Bring the policy's weights to the role that generates."""
         self._use(self.actor_train, self.actor_infer)
@@ -144,7 +163,10 @@ class AgenticPipeline(BasePipeline):
         """Play the episodes of this step; their rows, or None if every environment failed."""
         config = self.pipeline_config
         self._use(self.actor_infer)
-        rollout = self.train_rollouts.rollout(step, config.rollout_batch_size)
+        if self.async_rollouts is None:
+            rollout = self.train_rollouts.rollout(step, config.rollout_batch_size)
+        else:
+            rollout = self.async_rollouts.take(step)
         self.metrics.add_metrics(rollout.metrics)
         self._watch_failures(rollout)
         if not rollout.trajectories:
@@ -254,6 +276,9 @@ class AgenticPipeline(BasePipeline):
         discard_rollouts_after(self.run_dir, self.global_step - 1)
 
     def close(self, status: Status = "stopped") -> None:
+        if self.async_rollouts is not None:
+            self.async_rollouts.close()
+            self.async_rollouts = None
         for scheduler in self.schedulers:
             scheduler.close()
         self.schedulers = []
@@ -332,8 +357,9 @@ class AgenticPipeline(BasePipeline):
     def _final_validation(self) -> str:
         if self.val_rollouts is None or self.is_interrupted:
             return ""
-        self.update_engine(self.global_step)
-        result = self.validate(self.global_step)
+        with self.engine_at_rest(self.global_step):
+            self.update_engine(self.global_step)
+            result = self.validate(self.global_step)
         self.log(self.global_step, self.metrics.pop() | result)
         self.summary |= result
         return validation_summary(result)

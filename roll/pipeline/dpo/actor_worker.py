@@ -23,7 +23,6 @@ from roll.pipeline.loss_io import Metrics, optional_column, report
 from roll.utils.columns import column
 from roll.utils.metrics.reduction import append_to_dict
 
-
 REFERENCE_SUMS = "reference_sums"  # a column: log-probability of each row's completion under the reference
 
 

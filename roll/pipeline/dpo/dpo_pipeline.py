@@ -217,7 +217,7 @@ class DPOPipeline(BasePipeline):
     # -- validation ----------------------------------------------------------------------------------------------------
 
     def validate_if_due(self, step: int) -> dict[str, Any]:
-        """Metrics of a validation before this step, if it is time for one; asks the run to stop if it gets no better."""
+        """Metrics of a validation before this step, if one is due; asks the run to stop if it gets no better."""
         if VALIDATION not in self.data.datasets or not self.should_eval(step):
             return {}
         metrics = self.validate(step)

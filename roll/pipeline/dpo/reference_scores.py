@@ -90,7 +90,7 @@ def load_scores(folders: Iterable[Path], fingerprint: str) -> dict[str, Tensor] 
             with safe_open(path, framework="pt") as file:
                 stored = (file.metadata() or {}).get("fingerprint")
                 if stored == fingerprint:
-                    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+                    return {name: file.get_tensor(name) for name in file.keys()}
         except SafetensorError as error:
             logger.warning("%s cannot be read (%s)", path, error)
             continue
@@ -113,7 +113,8 @@ def _model_fingerprint(role: WorkerConfig, seed: int) -> str:
     parts: dict[str, Any] = {"settings": settings, "strategy": [role.strategy_name, role.strategy_config]}
     if args.random_init:
         parts["seed"] = seed
-    folder = Path(args.model_name_or_path or "").expanduser()
+    assert args.model_name_or_path is not None  # missing_for_training
+    folder = Path(args.model_name_or_path).expanduser()
     if folder.is_dir():
         # All of the weights are read: sizes and dates would not notice another training of the same model.
         parts["files"] = {file.name: _file_digest(file) for file in [folder / "config.json", *weight_files(folder)]}

@@ -189,15 +189,22 @@ class AsyncRolloutCollector:
         self._scorers.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompts that were started and not trained on: a run that resumes answers them first."""
+        """The position in the data, and the prompts that were started and not trained on: a run that resumes answers
+        them first. One call, because prompts are being drawn while it is made."""
         with self._changed:
             waiting = {job.number: (job.pool, job.prompt.index) for job in self._jobs.values()}
             for pool, entries in self._ready.items():
                 waiting |= {number: (pool, group.prompt.index) for number, group in entries}
             jobs = [[number, *waiting[number]] for number in sorted(waiting)]
-            return {"next_number": self._next_number, "num_used": dict(self._num_used), "jobs": jobs}
+            return {
+                "prompts": self.sampler.state_dict(),
+                "next_number": self._next_number,
+                "num_used": dict(self._num_used),
+                "jobs": jobs,
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sampler.load_state_dict(state["prompts"])
         self._next_number = int(state["next_number"])
         self._num_used = {pool: int(count) for pool, count in state["num_used"].items()}
         for number, pool, index in state["jobs"]:

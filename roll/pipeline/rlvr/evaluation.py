@@ -13,7 +13,7 @@ from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rollout import Tally
 from roll.pipeline.rlvr.samples import scored_batch
-from roll.pipeline.rlvr.scoring import Scorer
+from roll.pipeline.rlvr.scoring import Scorer, close_rewards
 from roll.pipeline.rlvr.validation import ValSampling, val_metrics, validate
 from roll.utils.rollout_log import RolloutLog
 from roll.utils.seeding import seed_everything
@@ -58,6 +58,7 @@ def evaluate(
         groups = validate(prompts, sampling, engine.generate_requests, score, tally)
     finally:
         for cluster in clusters:
+            close_rewards(cluster)
             cluster.shutdown()
     if samples_to is not None:
         batch = scored_batch(groups, tokenizer.pad_token_id) if groups else None

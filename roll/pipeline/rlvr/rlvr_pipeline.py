@@ -26,7 +26,7 @@ from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally
 from roll.pipeline.rlvr.samples import scored_batch
-from roll.pipeline.rlvr.scoring import Scorer
+from roll.pipeline.rlvr.scoring import Scorer, close_rewards
 from roll.pipeline.rlvr.validation import ValSampling, val_metrics, validate
 from roll.utils.kl_controller import get_kl_controller
 from roll.utils.logging import get_logger
@@ -225,24 +225,25 @@ class RLVRPipeline(BasePipeline):
             "running_moments": {domain: moments.state_dict() for domain, moments in self.running.items()},
             "steps": {"num_empty": self.num_empty_steps},
         }
-        if isinstance(self.collector, AsyncRolloutCollector):
+        if self.collector is not None:
             states["rollouts"] = self.collector.state_dict()
-        return states if self.sampler is None else {**states, "prompts": self.sampler.state_dict()}
+        return states
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         self.kl_ctrl.load_state_dict(states["kl_controller"])
         for domain, moments in self.running.items():
             moments.load_state_dict(states["running_moments"][domain])
         self.num_empty_steps = states["steps"]["num_empty"]
-        if self.sampler is not None and "prompts" in states:
-            self.sampler.load_state_dict(states["prompts"])
-        if isinstance(self.collector, AsyncRolloutCollector) and "rollouts" in states:
+        if self.collector is not None and "rollouts" in states:
             self.collector.load_state_dict(states["rollouts"])
         discard_rollouts_after(self.run_dir, self.global_step - 1)
 
     def close(self, status: Status = "stopped") -> None:
         if isinstance(self.collector, AsyncRolloutCollector):
             self.collector.close()
+        if self.run_log is not None:  # not closed yet
+            for cluster in self.rewards.values():
+                close_rewards(cluster)
         super().close(status)
 
     # -- helpers -------------------------------------------------------------------------------------------------------

@@ -82,6 +82,12 @@ class RolloutCollector:
         }
         return Rollout(groups, tally.dropped, metrics | tally.metrics() | group_metrics(groups))
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"prompts": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sampler.load_state_dict(state["prompts"])
+
     def _answered(self, prompts: Sequence[Prompt], names: Sequence[str], tally: Tally) -> list[Group]:
         """Generate and score; the groups in the order of the prompts, without samples that failed."""
         requests = make_requests(prompts, names, self.sampling, self.config.num_return_sequences_in_group)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
-from roll.datasets.collator import pad_rows, positions
+from roll.datasets.collator import positions
 from roll.datasets.prompts import Prompt
 from roll.distributed.scheduler.protocol import DataProto
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
@@ -122,34 +124,46 @@ def make_batch(samples: Sequence[Sample], pad_token_id: int) -> DataProto:
     """The rows of these samples, in order, with every column of their data file."""
     prompts = [sample.prompt.ids for sample in samples]
     responses = [sample.token_ids for sample in samples]
+    prompt_lens = np.array([len(ids) for ids in prompts])
+    response_lens = np.array([len(ids) for ids in responses])
+    lengths = prompt_lens + response_lens
+    width, prompt_width = int(lengths.max()), int(prompt_lens.max())
     rows = [(*prompt, *response) for prompt, response in zip(prompts, responses, strict=True)]
-    width = max(map(len, rows))
-    lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
-    columns = torch.arange(width)
-    attention_mask = (columns < lengths).long()
+    columns = np.arange(width)
+    attention_mask = torch.from_numpy((columns < lengths[:, None]).astype(np.int64))
+    prompt_mask = columns < prompt_lens[:, None]
+    response_mask = ~prompt_mask & (columns < lengths[:, None])
     # Column t speaks of token t+1, so the first token of a response stands one column before it.
-    shifted = [
-        np.concatenate([np.zeros(len(prompt) - 1, dtype=np.float32), np.asarray(sample.log_probs, dtype=np.float32)])
-        for prompt, sample in zip(prompts, samples, strict=True)
-    ]
-    infer_logprobs = np.zeros((len(rows), width - 1), dtype=np.float32)
-    versions = np.full((len(rows), width - 1), -1, dtype=np.int64)
-    for row, (values, prompt, sample) in enumerate(zip(shifted, prompts, samples, strict=True)):
-        infer_logprobs[row, : len(values)] = values
-        versions[row, len(prompt) - 1 : len(values)] = sample.versions
+    log_probs = placed([sample.log_probs for sample in samples], prompt_lens - 1, width - 1, 0.0, np.float32)
+    versions = placed([sample.versions for sample in samples], prompt_lens - 1, width - 1, -1, np.int64)
     tensors = {
-        "input_ids": pad_rows(rows, width, pad_token_id, "right"),
+        "input_ids": torch.from_numpy(placed(rows, 0, width, pad_token_id, np.int64)),
         "attention_mask": attention_mask,
         "position_ids": positions(attention_mask),
-        "prompt_mask": columns < prompt_lengths,
-        "response_mask": ((columns >= prompt_lengths) & (columns < lengths)).long(),
-        "prompts": pad_rows(prompts, int(prompt_lengths.max()), pad_token_id, "left"),
-        "responses": pad_rows(responses, max(max(map(len, responses)), 1), pad_token_id, "right"),
-        "infer_logprobs": torch.from_numpy(infer_logprobs),
+        "prompt_mask": torch.from_numpy(prompt_mask),
+        "response_mask": torch.from_numpy(response_mask.astype(np.int64)),
+        "prompts": torch.from_numpy(placed(prompts, prompt_width - prompt_lens, prompt_width, pad_token_id, np.int64)),
+        "responses": torch.from_numpy(placed(responses, 0, max(int(response_lens.max()), 1), pad_token_id, np.int64)),
+        "infer_logprobs": torch.from_numpy(log_probs),
         "policy_versions": torch.from_numpy(versions),
     }
     return DataProto.from_dict(tensors, non_tensors=_row_columns(samples))
+
+
+def placed(
+    rows: Sequence[Sequence[float]], first: int | np.ndarray, width: int, fill: float, dtype: DTypeLike
+) -> np.ndarray:
+    """(len(rows), width), filled with `fill`, and each row's values from its column `first` on.
+
+    Example: placed([[5, 6], [7]], np.array([1, 0]), 3, 0, int) is [[0, 5, 6], [7, 0, 0]].
+    """
+    lengths = np.array([len(row) for row in rows])
+    flat = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=int(lengths.sum()))
+    row_of = np.repeat(np.arange(len(rows)), lengths)
+    offset = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    table = np.full((len(rows), width), fill, dtype=dtype)
+    table[row_of, offset + np.repeat(np.broadcast_to(first, len(rows)), lengths)] = flat
+    return table
 
 
 def _row_columns(samples: Sequence[Sample]) -> dict[str, np.ndarray]:

@@ -14,6 +14,12 @@ from roll.pipeline.rlvr.samples import Sample, ScoredSample, make_batch
 Verdict = ScoredSample | str
 
 
+def close_rewards(cluster: Cluster) -> None:
+    """End the processes of reward workers that have some; those of a reward model, for example, have none."""
+    if hasattr(cluster.worker_cls, "close"):
+        cluster.execute_all_sync("close")
+
+
 class Scorer:
     """Sends samples to the reward cluster of their domain; all domains work at the same time."""
 

@@ -38,17 +38,13 @@
     $("run-status").hidden = !status;
   }
 
-  function dark() {
-    const chosen = document.documentElement.dataset.theme;
-    return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  }
   function setTheme(theme) {
     if (theme) document.documentElement.dataset.theme = theme;
-    $("theme-button").textContent = dark() ? "☀" : "☾";
-    R.redrawCharts();
+    $("theme-button").textContent = R.isDark() ? "☀" : "☾";
+    if (R.current === "overview" || R.current === "curves") show(); // lines have colours of their own in the dark
   }
   function switchTheme() {
-    const theme = dark() ? "light" : "dark";
+    const theme = R.isDark() ? "light" : "dark";
     R.store("theme", theme);
     setTheme(theme);
   }

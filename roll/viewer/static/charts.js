@@ -118,5 +118,4 @@
     drawn.clear();
     sight.disconnect();
   };
-  R.redrawCharts = () => { for (const box of drawn) if (box.isConnected) box.drawChart(); };
 })();

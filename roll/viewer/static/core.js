@@ -222,8 +222,15 @@ R.go = (view, state, replace = false) => {
   if (replace) { history.replaceState(null, "", hash); R.shown = hash; } else location.hash = hash;
 };
 
-R.RUN_COLOURS = ["#4263eb", "#e8590c", "#2f9e44", "#ae3ec9", "#0c8599", "#e64980", "#f08c00", "#5c6b7a"];
-R.colour = (run) => R.RUN_COLOURS[run % R.RUN_COLOURS.length];
+R.isDark = () => {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+};
+const COLOURS = {
+  light: ["#4263eb", "#e8590c", "#2f9e44", "#ae3ec9", "#0c8599", "#e64980", "#f08c00", "#5c6b7a"],
+  dark: ["#748ffc", "#ff922b", "#51cf66", "#da77f2", "#22b8cf", "#f783ac", "#fcc419", "#adb5bd"],
+};
+R.colour = (run) => COLOURS[R.isDark() ? "dark" : "light"][run % COLOURS.light.length];
 R.store = (key, value) => {
   try {
     if (value === undefined) return localStorage.getItem(`roll-${key}`);

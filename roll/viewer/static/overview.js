@@ -9,16 +9,17 @@
     ["token/response_length/mean", "tokens/response_length/mean", "rollout/response_length/mean", "actor/chosen_reward"],
     ["critic/kl", "actor/kl_loss", "actor/policykl", "actor/reject_reward"],
     ["critic/entropy/mean", "actor/entropy"],
-    ["actor/grad_norm"],
+    ["actor/grad_norm", "actor_train/grad_norm"],
     ["actor/loss", "actor/total_loss", "actor/pg_loss"],
     ["time/step_total"],
   ];
+  const varies = (values) => values.some((value) => value !== null && value !== values.find((first) => first !== null));
+  // The first of these metrics that was logged and moved; a domain may stand before its name.
   const find = (metrics, names) => {
-    for (const name of names) {
-      const key = Object.keys(metrics).find((item) => item === name || item.endsWith(`/${name}`));
-      if (key) return key;
-    }
-    return Object.keys(metrics).find((item) => names[0].startsWith("val") && item.startsWith("val"));
+    const known = Object.keys(metrics);
+    const keys = names.map((name) => known.find((item) => item === name) || known.find((item) => item.endsWith(`/${name}`) && !item.startsWith("val"))).filter(Boolean);
+    if (names[0].startsWith("val") && !keys.length) keys.push(...known.filter((item) => item.startsWith("val")));
+    return keys.find((key) => varies(metrics[key])) || keys[0];
   };
 
   // The metrics of a run, numbers as numbers.
@@ -103,7 +104,7 @@
     const title = serious ? `${R.plural(serious, "thing looks", "things look")} wrong` : checked ? "Nothing looks wrong" : "Nothing to judge by yet";
     const chips = entry.health.map((check) => R.h("li", { class: `check ${check.verdict.replace(" ", "-")}`, title: check.verdict }, check.name));
     return R.h("section", { class: "panel health", "aria-label": "Health" },
-      R.h("div", { class: "panel-head" }, R.h("h2", {}, R.h("span", { class: `dot ${serious ? (findings[0].severity) : "ok"}` }), "Health"), R.h("p", { class: "muted" }, `${title}: ${R.plural(checked, "check")} of ${entry.health.length} could be made.`)),
+      R.h("div", { class: "panel-head" }, R.h("h2", {}, R.h("span", { class: `dot ${serious ? (findings[0].severity) : "ok"}` }), "Health"), R.h("p", { class: "muted" }, `${title}. ${checked === entry.health.length ? `All ${checked}` : `${checked} of ${entry.health.length}`} checks could be made.`)),
       R.h("div", { class: "findings" }, findings.map((item) => finding(item, run))),
       R.h("ul", { class: "checks" }, chips));
   }
@@ -113,7 +114,7 @@
     const seen = new Set();
     for (const names of KEY_CURVES) {
       const key = find(datas[run].metrics, names);
-      if (!key || seen.has(key) || cards.length === 6) continue;
+      if (!key || seen.has(key) || cards.length === 6 || (names !== SCORES && !varies(datas[run].metrics[key]))) continue;
       seen.add(key);
       const lines = datas.map((data, i) => (data.metrics[key] ? R.line(data, key, i) : null)).filter(Boolean);
       cards.push(R.curveCard(key, lines, { pick: (x) => R.openStep(run, x) }));
@@ -170,10 +171,10 @@
       const entry = R.index.runs[run];
       const info = entry.info;
       const words = [info.pipeline && String(info.pipeline).toUpperCase(), info.started && `started ${String(info.started).replace("T", " ").slice(0, 16)}`, info.roll && `roll ${info.roll}`].filter(Boolean).map((word) => R.plain(word).slice(0, 80));
-      const command = Array.isArray(info.command) ? info.command.join(" ") : "";
+      const command = Array.isArray(info.command) ? [String(info.command[0]).split(/[\\/]/).pop(), ...info.command.slice(1)].join(" ") : "";
       main.replaceChildren(
         R.runPicker(run, (i) => R.go("overview", { run: i })) || "",
-        R.h("section", { class: "hero" }, R.h("h1", {}, R.plain(entry.name)), R.h("p", { class: "muted" }, words.join(" · ")), command && R.h("code", { class: "command" }, R.plain(command).slice(0, 300))),
+        R.h("section", { class: "hero" }, R.h("h1", {}, R.plain(entry.name)), R.h("p", { class: "muted" }, words.join(" · ")), command && R.h("code", { class: "command", title: R.plain(command) }, R.plain(command).slice(0, 300))),
         tiles(run, datas[run]), problems(run) || "", healthPanel(run), curves(run, datas) || "",
         R.h("div", { class: "halves" }, parts(run), discarded(run)));
     },

@@ -200,6 +200,7 @@
       element.querySelector(".tok[tabindex='0']")?.setAttribute("tabindex", "-1");
       spans[i].setAttribute("tabindex", "0");
       spans[i].focus();
+      if (matchMedia("(max-width: 860px)").matches) spans[i].scrollIntoView({ block: "center" }); // the card covers the end of the screen
     });
     return { element, legend, recolour };
   };

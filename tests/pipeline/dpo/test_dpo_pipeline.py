@@ -43,12 +43,11 @@ def inputs(tmp_path_factory) -> dict[str, str]:
     }
 
 
-def make_config(inputs, output_dir, *, strategy="hf_train", workers=1, model_args=None, role=None, **values) -> DPOConfig:
+def make_config(inputs, output_dir, *, strategy="hf_train", workers=1, model_args=None, **values) -> DPOConfig:
     shared = {
         "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, **(model_args or {})},
         "world_size": workers,
         "infer_batch_size": 3,
-        **(role or {}),
     }
     defaults = {
         "pretrain": inputs["model"],
@@ -124,7 +123,13 @@ def test_metrics_of_a_run(whole):
     assert first["actor_train/grad_norm"] > 0
     assert first["token/chosen_length/mean"] > 1 and first["token/prompt_length/mean"] > 5
     raw = read_metrics(whole.run_dir / "metrics.jsonl")[0]
-    assert {"system/tps", "time/step_total", "time/actor_train", "time/cal_ref_log_probs", "time/val_step"} <= raw.keys()
+    assert {
+        "system/tps",
+        "time/step_total",
+        "time/actor_train",
+        "time/cal_ref_log_probs",
+        "time/val_step",
+    } <= raw.keys()
     assert [line["step"] for line in lines if LOSS in line] == [0, 4, 8, 9]
     assert lines[-1]["step"] == 9 and "actor/loss" not in lines[-1]
     assert lines[4]["system/epoch"] == 1.0 and lines[6]["system/epoch"] == pytest.approx(1 + 8 / 22)
@@ -177,7 +182,10 @@ def test_resume_in_the_middle_of_epoch_two_is_bit_equal(inputs, tmp_path, whole,
                 raise RuntimeError("power cut")
 
     values = {"save_steps": 7, "reference_log_probs": reference}
-    with pytest.raises(RuntimeError, match="power cut"), PowerCut(make_config(inputs, tmp_path, **values), progress=False) as cut:
+    with (
+        pytest.raises(RuntimeError, match="power cut"),
+        PowerCut(make_config(inputs, tmp_path, **values), progress=False) as cut,
+    ):
         cut.run()
     assert [path.name for path in complete_checkpoints(tmp_path / "exp")] == ["checkpoint-7"]
     assert 1 < cut.sampler.epoch + cut.sampler.index / 22 < 2
@@ -222,7 +230,9 @@ def test_stored_scores_of_other_pairs_or_weights_are_not_used(inputs, tmp_path):
     before = file.read_bytes()
 
     def again(**other) -> torch.Tensor:
-        config = make_config({**inputs, **other}, tmp_path, reference_log_probs="precompute", resume_from_checkpoint=True)
+        config = make_config(
+            {**inputs, **other}, tmp_path, reference_log_probs="precompute", resume_from_checkpoint=True
+        )
         pipeline = DPOPipeline(config, progress=False)
         pipeline.close()
         return pipeline.reference_sums["train"]
@@ -329,11 +339,11 @@ def test_too_few_pairs_for_one_step(inputs, tmp_path):
 
 
 def test_early_stop_without_validation_is_refused():
-    with pytest.raises(ConfigError, match="early_stop_patience: found 2 .*nothing is validated"):
+    with pytest.raises(ConfigError, match=r"early_stop_patience: found 2 .*nothing is validated"):
         DPOConfig(sequence_length=8, early_stop_patience=2)
 
 
-# -- bad input, through the command line --------------------------------------------------------------------------------
+# -- bad input, through the command line ------------------------------------------------------------------------------
 
 YAML = """
 pipeline: dpo
@@ -365,10 +375,14 @@ def bad_inputs(case: str, inputs: dict[str, str], tmp_path: Path) -> tuple[dict[
         bad.write_text('{"prompt": "a", "chosen": "b", "loser": "c"}\n')
         return {"train": str(bad)}, "has no column rejected; its columns are: prompt, chosen, loser"
     if case == "not a pair":
-        bad.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": 5, "rejected": "c"}\n')
+        bad.write_text(
+            '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": 5, "rejected": "c"}\n'
+        )
         return {"train": str(bad)}, f"{bad}:2: is not a pair"
     if case == "no weights":
-        return {"model": str(make_model_folder(tmp_path / "empty", weights=False))}, "has no weights (model*.safetensors)"
+        return {
+            "model": str(make_model_folder(tmp_path / "empty", weights=False))
+        }, "has no weights (model*.safetensors)"
     model = make_model_folder(tmp_path / "strict")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = NO_SYSTEM
@@ -385,7 +399,9 @@ def test_bad_input_is_explained_before_a_model_is_loaded(case, inputs, tmp_path,
     values, expected = bad_inputs(case, inputs, tmp_path)
     config = tmp_path / "config.yaml"
     config.write_text(YAML.format(**{**inputs, "template": "base", "out": tmp_path / "out", **values}))
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: pytest.fail("model loaded"))
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: pytest.fail("model loaded")
+    )
     monkeypatch.setattr(sys, "argv", ["roll", "train", str(config)])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -395,7 +411,7 @@ def test_bad_input_is_explained_before_a_model_is_loaded(case, inputs, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-# -- the same run elsewhere ----------------------------------------------------------------------------------------------
+# -- the same run elsewhere --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray

@@ -1,7 +1,6 @@
 """Whole runs: the same twice, resumed, replayed; bad input before a model; rewards that misbehave."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from rlvr_setup import make_config, make_inputs, make_values, metrics_of, read_rollouts, write_rows
 
 from roll.exceptions import ConfigError, DataError
@@ -60,12 +58,12 @@ def test_a_run_reports_what_happened(inputs, tmp_path):
     assert (
         "val/score/all/mean" not in lines[1] and "val/score/all/mean" in lines[2] and "val/score/all/mean" in lines[3]
     )
-    samples = (read_rollouts(pipeline.run_dir / "rollouts" / "step-000001.jsonl"))
+    samples = read_rollouts(pipeline.run_dir / "rollouts" / "step-000001.jsonl")
     assert len(samples) == 16 and samples[0]["policy_version"] == 1
     assert samples[0]["prompt"].endswith("<") and len(samples[0]["tokens"]["infer_log_probs"]) == len(
         samples[0]["tokens"]["ids"]
     )
-    assert len((read_rollouts(pipeline.run_dir / "rollouts" / "val-000002.jsonl"))) == 12
+    assert len(read_rollouts(pipeline.run_dir / "rollouts" / "val-000002.jsonl")) == 12
 
 
 def test_the_same_seed_gives_the_same_run_bit_for_bit(inputs, tmp_path):
@@ -223,7 +221,7 @@ def test_several_domains_with_their_own_rewards(inputs, tmp_path):
     )
     line = metrics_of(pipeline.run_dir)[1]
     assert line["a/critic/score/mean"] != line["b/critic/score/mean"] and "b/critic/zero_std_group_frac" in line
-    samples = (read_rollouts(pipeline.run_dir / "rollouts" / "step-000000.jsonl"))
+    samples = read_rollouts(pipeline.run_dir / "rollouts" / "step-000000.jsonl")
     assert [sample["domain"] for sample in samples] == ["a"] * 12 + ["b"] * 4
     assert samples[-1]["rewards"]["x"] == 1
 
@@ -248,7 +246,7 @@ def test_training_at_the_sampling_temperature_is_on_policy(inputs, tmp_path):
     infer = {**values["actor_infer"], "generating_args": {"temperature": 0.5, "top_p": 1.0, "top_k": 0}}
     pipeline = run(inputs, tmp_path / "a", actor_infer=infer, max_steps=1)
     assert metrics_of(pipeline.run_dir)[0]["actor/first_ratio_error"] < 1e-4
-    with pytest.raises(OffPolicyError, match="temperature 0.5 with log_probs_at_sampling_temperature=false"):
+    with pytest.raises(OffPolicyError, match=r"temperature 0.5 with log_probs_at_sampling_temperature=false"):
         run(inputs, tmp_path / "b", actor_infer=infer, log_probs_at_sampling_temperature=False)
 
 

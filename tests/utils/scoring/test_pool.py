@@ -19,7 +19,7 @@ BAD = {"prompt": "1+1", "response": "3", "ground_truth": "2"}
 
 
 def make_pool(name: str = "score", **options) -> ScorePool:
-    return ScorePool(f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 1.5, "memory_mb": 300, **options})
+    return ScorePool(f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 1.0, "memory_mb": 300, **options})
 
 
 @pytest.fixture(scope="module")

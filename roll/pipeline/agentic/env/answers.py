@@ -10,7 +10,8 @@ def answer_with(pattern: str, action: str) -> str:
 
     Example: answer_with(r"<answer>(.*?)</answer>", "Left") == "<answer>Left</answer>".
     """
-    texts = re.split(r"\([^()]*\)", pattern.replace(r"\s*", "").replace(r"\s+", " "))
+    plain = pattern.removeprefix("^").removesuffix("$").replace(r"\s*", "").replace(r"\s+", " ")
+    texts = re.split(r"\([^()]*\)", plain)
     text = "".join(texts[:-1]) + action + texts[-1] if len(texts) > 1 else action
     match = re.search(pattern, text, re.DOTALL)
     fits = match is not None and ((match.groups() or (match.group(0),))[-1] or "").strip() == action

@@ -206,11 +206,15 @@ def _problems(episode: _Episode) -> Iterator[str]:
             if not isinstance(reply.info.get(key, {}), Mapping):
                 yield f"protocol: info[{key!r}] is {reply.info[key]!r:.60}, expected a dict"
         for name, value in _entries(reply, "metrics").items():
-            if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
+            if not _is_number(value):
                 yield f"protocol: metric {name!r} is {value!r:.60}, expected a number"
         for name, mode in _entries(reply, "metrics_agg_mode").items():
             if mode not in AGG_MODES:
                 yield f"protocol: metrics_agg_mode of {name!r} is {mode!r}, expected one of {', '.join(AGG_MODES)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or hasattr(value, "item")
 
 
 def _entries(reply: EnvReply, key: str) -> Mapping[str, Any]:
@@ -246,7 +250,7 @@ def _notes(episodes: list[_Episode], has_random: bool) -> Iterator[str]:
 
 def _success_rate(episodes: list[_Episode]) -> float | None:
     ends = [_entries(episode.replies[-1], "metrics") for episode in episodes if episode.style == "random"]
-    known = [float(metrics["success"]) for metrics in ends if "success" in metrics]
+    known = [float(metrics["success"]) for metrics in ends if _is_number(metrics.get("success"))]
     return sum(known) / len(known) if known else None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll.exceptions import ConfigError, MissingDependencyError
+from roll.pipeline.agentic.env.answers import answer_with
 from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, parse_action
 
 try:
@@ -113,8 +114,7 @@ class FrozenLakeEnv(Env):
 
     def sample_random_action(self) -> str:
         """A valid answer, for the random proxy."""
-        action = self._random.choice(self.actions)
-        return self.action_pattern.replace("(.*?)", action) if "(.*?)" in self.action_pattern else action
+        return answer_with(self.action_pattern, self._random.choice(self.actions))
 
     def _observation(self) -> str:
         cells = [[cell.decode() for cell in row] for row in self._env.desc]

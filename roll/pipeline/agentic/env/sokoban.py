@@ -65,8 +65,9 @@ class SokobanEnv(Env):
         actions: Sequence[str] = ACTIONS,
         env_instruction: str | None = None,
     ) -> None:
-        if len(dim_room) != 2 or min(dim_room) < 4:
-            raise ConfigError(f"sokoban: dim_room: found {list(dim_room)}, expected rows and columns of at least 4")
+        if len(dim_room) != 2 or min(dim_room) < 4 or max(dim_room) < 5:
+            expected = "rows and columns of at least 4, and one of at least 5, walls included"
+            raise ConfigError(f"sokoban: dim_room: found {list(dim_room)}, expected {expected}")
         room = (dim_room[0] - 2) * (dim_room[1] - 2)
         if not 1 <= num_boxes <= room // 4:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Guess the number, sums, mathematics and tools: one environment each, by hand."""
 
+import contextlib
 import json
 import sys
 
@@ -107,7 +108,7 @@ def test_mathematics_is_one_turn():
     env.reset(5)
     assert env.step(answer(right + 1))[1:4] == (0.0, True, False)
     env.reset(5)
-    observation, reward, terminated, _, info = env.step(str(right))
+    _, reward, terminated, _, info = env.step(str(right))
     assert (reward, terminated, info["metrics"]) == (-1.0, True, {"success": False, "action_is_valid": False})
 
 
@@ -155,7 +156,7 @@ def test_the_python_tool_runs_in_the_sandbox():
     assert say("print(sum(range(10)))") == "45"
     assert say("1/0") == "error: ZeroDivisionError: division by zero"
     assert say("print('x' * 1000)") == "x" * 50 + "..."
-    assert say("while True: pass") == "error: cpu time"
+    assert say("while True: pass") in ("error: cpu time", "error: timeout")  # the latter on a busy machine
     assert "rror" in say("import socket; socket.create_connection(('127.0.0.1', 22))")
     assert say("import os; print(os.environ.get('HOME'))") == "None"
 
@@ -208,10 +209,8 @@ def test_what_the_calculator_refuses(expression):
 @settings(max_examples=50, deadline=None)
 @given(st.text(alphabet="0123456789+-*/%(). e", max_size=20))
 def test_the_calculator_never_fails_otherwise(text):
-    try:
+    with contextlib.suppress(ValueError, ZeroDivisionError):
         assert calculate(text)
-    except (ValueError, ZeroDivisionError):
-        pass
 
 
 def test_bad_tools():
@@ -230,6 +229,8 @@ def test_bad_tools():
         (r"(\d+)", "5"),
         (r"\d+", "5"),
         (r"move: (\w+)", "move: 5"),
+        (r"^=(.*)$", "=5"),
+        (r"^(\d)$", "5"),
         (r"^[a-z]+(?P<n>\d)$", "5"),
     ],
 )

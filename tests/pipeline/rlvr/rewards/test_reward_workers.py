@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from process_checks import children, eventually
+from process_checks import children, eventually, marked
 from tiny_models import make_model_folder, tiny_tokenizer
 
 from roll.configs.model_args import ModelArguments
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.exceptions import ConfigError
 from roll.pipeline.rlvr.rewards.check import check_rewards
@@ -54,14 +54,15 @@ def make_batch(pairs: list[tuple[str, str]], **columns) -> DataProto:
     return DataProto.from_dict({"input_ids": ids, "attention_mask": attended, "response_mask": mask}, columns)
 
 
+def pipeline_of(folder) -> SimpleNamespace:
+    actor = SimpleNamespace(model_args=ModelArguments(model_name_or_path=str(folder)))
+    return SimpleNamespace(actor_train=actor, rpc_timeout=60, seed=0, output_dir="unused", resume_from_checkpoint=False)
+
+
 def make_cluster(folder, **values) -> Cluster:
     config = RewardConfig(**values)
-    actor = SimpleNamespace(model_args=ModelArguments(model_name_or_path=str(folder)))
-    pipeline = SimpleNamespace(
-        actor_train=actor, rpc_timeout=60, seed=0, output_dir="unused", resume_from_checkpoint=False
-    )
     cluster = Cluster("reward-math", config.worker_cls, ResourceManager(0, 1), config)
-    cluster.initialize(pipeline)
+    cluster.initialize(pipeline_of(folder))
     return cluster
 
 
@@ -82,6 +83,19 @@ def test_a_function_of_ones_own(folder, reward_file, world_size):
     assert result.non_tensor_batch["reward_parts"][0] == {"right": 1.0, "tag": 0.5}
     cluster.execute_all_sync("close")
     assert eventually(lambda: not children())
+
+
+@pytest.mark.ray
+def test_a_function_of_ones_own_on_ray(folder, reward_file):
+    config = RewardConfig(reward_fn=f"{reward_file}:score", reward_timeout=2.0, world_size=2)
+    batch = make_batch([("1+1=", "2"), ("?", "hang"), ("1+2=", "2")], ground_truth=["2", "", "3"], tag=list("aaa"))
+    with Cluster("reward-math", config.worker_cls, ResourceManager(0, 1, backend="ray"), config) as cluster:
+        cluster.initialize(pipeline_of(folder))
+        padded, num_extra = pad_dataproto_to_divisor(batch, 2)
+        result = unpad_dataproto(cluster.compute_rewards(padded), num_extra)
+    torch.testing.assert_close(result.batch["scores"], torch.tensor([1.5, math.nan, 0.5]), equal_nan=True)
+    assert list(result.non_tensor_batch["drop_reason"]) == [None, "timeout", None]
+    assert eventually(lambda: not marked("scoring.child import nursery"), 10)
 
 
 def test_length_costs_what_the_config_says(folder, reward_file):
