@@ -176,7 +176,7 @@ def loss_row(ratio_type: str, device: torch.device) -> Row:
     def step(log_probs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         leaf = log_probs.detach().requires_grad_()
         loss = policy_loss(log_probs_BT=leaf, mask_BT=mask, **columns, **options, **counts)
-        report(policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.mask_BT)
+        report(policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid)
         loss.total.backward()
         assert leaf.grad is not None
         return leaf.grad

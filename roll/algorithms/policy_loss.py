@@ -213,11 +213,13 @@ class PolicyLoss:
     `policy_statistics` makes its own from: tokens, or statistics that the kernel found together with the loss."""
 
     total: Tensor
+    total_value: Tensor  # without its graph
     pg: Tensor  # without the row weights
     weighted_pg: Tensor
     kl: Tensor | None  # None: no reference given
     entropy: Tensor | None  # None: no entropy given
     mask_BT: Tensor  # bool: tokens that took part, mask and keep
+    num_valid: Tensor  # how many these are
     details: "TokenDetails | Mapping[str, Tensor]"
 
 
@@ -343,11 +345,13 @@ def policy_loss(
         total = total - entropy_coef * entropy if entropy_coef != 0 else total
     return PolicyLoss(
         total=total,
+        total_value=total.detach(),
         pg=pg.detach(),
         weighted_pg=weighted_pg.detach(),
         kl=None if kl is None else kl.detach(),
         entropy=None if entropy is None else entropy.detach(),
         mask_BT=kept_BT,
+        num_valid=kept_BT.sum(),
         details=TokenDetails(
             log_ratio_BT=token_log_ratio_BT.detach(),
             ratio_BT=ratio_BT.detach(),
@@ -376,11 +380,13 @@ def _fused_policy_loss(
     total, found = token_loss(log_probs_BT, entropy_BT, inputs, kind)
     return PolicyLoss(
         total=total,
+        total_value=found["total"],
         pg=found["pg"],
         weighted_pg=found["weighted_pg"],
         kl=None if inputs.ref_log_probs_BT is None else found["kl"],
         entropy=None if entropy_BT is None else found["entropy"],
         mask_BT=kept_BT,
+        num_valid=found["num_valid"],
         details={name: found[name] for name in STATISTICS},
     )
 

@@ -59,7 +59,7 @@ class GeneratingArguments(ConfigModel):
     """Texts that end a response."""
 
     include_stop_str_in_output: bool | None = None
-    """Keep the text of `stop_strings` that ended a response; null leaves it to the engine."""
+    """Keep the text of `stop_strings` that ended a response, as null does; false drops the tokens it is made of."""
 
     logprobs: AtLeastZero | None = 0
     """Most likely tokens per position whose log-probabilities are returned."""

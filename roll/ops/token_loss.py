@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,7 @@ RESULTS = (
     "ppo_ratio_clipfrac",
 )
 TILE = 2048
-WARPS = 8
+WARPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,6 @@ def _launch(
     kernels = _kernels()
     assert kernels is not None
     num_rows, width = log_probs_BT.shape
-    device = log_probs_BT.device
     rows = [
         _rows(tensor)
         for tensor in (
@@ -152,41 +152,24 @@ def _launch(
     ]
     log_probs = rows[0]
     assert log_probs is not None
-    table = torch.empty(num_rows, kernels.NUM_COLUMNS.value, dtype=torch.float64, device=device)
+    table = torch.empty(num_rows, kernels.NUM_COLUMNS.value, dtype=torch.float64, device=log_probs.device)
     # Means of runs, and gradients through them, on their way.
-    spread = torch.empty_like(log_probs, dtype=torch.float32) if kind.ratio_type == "segment" else table
-    row_weights = None if inputs.sample_weights_B is None else inputs.sample_weights_B.contiguous()
-
-    def or_any(tensor: Tensor | None) -> Tensor:
-        """A kernel takes no None; what is missing is not read."""
-        return table if tensor is None else tensor
-
-    counts = [_count(count) for count in (inputs.num_tokens, inputs.num_sequences, inputs.norm_factor)]
-    tile = max(16, min(TILE, 1 << (width - 1).bit_length()))
+    spread = torch.empty(log_probs.shape, device=log_probs.device) if kind.ratio_type == "segment" else None
+    weights = None if inputs.sample_weights_B is None else inputs.sample_weights_B.contiguous()
+    counts = (_count(count) for count in (inputs.num_tokens, inputs.num_sequences, inputs.norm_factor))
+    bounds = -math.inf if kind.low is None else kind.low, math.inf if kind.high is None else kind.high
     coefficients = (kind.pg_coef, kind.kl_coef, kind.entropy_coef)
+    tile = max(16, min(TILE, 1 << (width - 1).bit_length()))
     with torch.cuda.device_of(log_probs):  # Triton launches on the current device, which may be another
         kernels.token_loss_kernel[(num_rows,)](
-            *(or_any(tensor) for tensor in (*rows, row_weights, gradient)),
-            *(spread, or_any(entropy_gradient), table),
+            *(*rows, weights, gradient, spread, entropy_gradient, table),
             *(0 if tensor is None else tensor.stride(0) for tensor in rows),
-            *(part for tensor, number in counts for part in (or_any(tensor), number)),
-            *(*kind.surrogate[1:], kind.low or 0.0, kind.high or 0.0, *coefficients, width),
+            *(part for count in counts for part in count),
+            *(*kind.surrogate[1:], *bounds, *coefficients, width),
             RATIO=kind.ratio_type,
             SURROGATE=kind.surrogate[0],
             KL=kind.kl_kind,
             AGGREGATION=kind.agg_mode,
-            HAS_KEEP=inputs.keep_BT is not None,
-            HAS_IS_WEIGHTS=inputs.is_weight_BT is not None,
-            HAS_REFERENCE=inputs.ref_log_probs_BT is not None,
-            HAS_ENTROPY=entropy_BT is not None,
-            HAS_ROW_WEIGHTS=row_weights is not None,
-            HAS_LOW=kind.low is not None,
-            HAS_HIGH=kind.high is not None,
-            WITH_GRADIENT=gradient is not None,
-            WITH_ENTROPY_GRADIENT=entropy_gradient is not None,
-            TOKENS_ON_DEVICE=counts[0][0] is not None,
-            SEQUENCES_ON_DEVICE=counts[1][0] is not None,
-            NORM_ON_DEVICE=counts[2][0] is not None,
             TILE=tile,
             num_warps=max(1, WARPS * tile // TILE),
         )
@@ -204,7 +187,7 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
 
 
 def _count(count: Count) -> tuple[Tensor | None, float]:
-    """(where it lies on the device, 0), or (None, the number)."""
+    """(where it lies on the device, 0.0), or (None, the number)."""
     if isinstance(count, Tensor) and count.is_cuda:
         return count, 0.0
     return None, float(count)

@@ -15,8 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 # Tokens of a tile, and how many a thread holds of them.
-TILE = 2048
+TILE = 1024
 _PER_THREAD = 8
+# Added to the count of what begins a run, or lies between runs: sums before it do not go on.
+CUT = tl.constexpr(1 << 30)
+FROM_LEFT, FROM_RIGHT = tl.constexpr(False), tl.constexpr(True)
 # A row is cut into pieces, each for a program of its own, when there are too few rows to keep a GPU busy.
 _ENOUGH_ROWS = 256
 _PROGRAMS = 2048
@@ -84,6 +87,7 @@ def segment_means(x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, *, back
             *(x_BT, *x_BT.stride(), mask, *mask.stride(), keep, *keep.stride(), out_BT, x_BT.shape[1]),
             HAS_KEEP=keep_BT is not None,
             BACKWARD=backward,
+            STATE=tl.float64 if x_BT.dtype == torch.float64 else tl.float32,
             **tile_shape(x_BT.shape[1]),
         )
     return out_BT
@@ -102,13 +106,26 @@ def after(factor, summand, next_factor, next_summand):
 
 
 @triton.jit
-def add_in_run(is_cut, total, count, next_is_cut, next_total, next_count):
-    """Sums since the last cut."""
-    return (
-        is_cut | next_is_cut,
-        tl.where(next_is_cut != 0, next_total, total + next_total),
-        tl.where(next_is_cut != 0, next_count, count + next_count),
-    )
+def add_in_run(count, total, next_count, next_total):
+    """Numbers and sums since the last cut."""
+    is_cut = next_count >= CUT
+    return tl.where(is_cut, next_count, count + next_count), tl.where(is_cut, next_total, total + next_total)
+
+
+@triton.jit
+def sums_in_runs(kept, summand, goes_on, run_count, run_total, REVERSE: tl.constexpr):
+    """(number of kept ones, sum) from the start of its run up to each token (REVERSE: from the end), the run having
+    begun with `run_count` and `run_total` in an earlier tile where `goes_on` never failed so far."""
+    marks = kept.to(tl.int32) + tl.where(goes_on, 0, CUT)
+    marks, totals = tl.associative_scan((marks, summand), 0, add_in_run, reverse=REVERSE)
+    since_cut = marks >= CUT
+    counts = tl.where(since_cut, marks - CUT, marks + run_count)
+    return counts, tl.where(since_cut, totals, totals + run_total)
+
+
+@triton.jit
+def mean_of(total, count):
+    return total / tl.where(count == 0, 1, count)
 
 
 @triton.jit
@@ -118,9 +135,16 @@ def newest(is_set, value, next_is_set, next_value):
 
 
 @triton.jit
+def spread_in_runs(is_set, value, before, REVERSE: tl.constexpr):
+    """The value that was set last on the way to each token; `before` where none was."""
+    found, values = tl.associative_scan((is_set.to(tl.int32), value), 0, newest, reverse=REVERSE)
+    return tl.where(found != 0, values, before)
+
+
+@triton.jit
 def pick(x, position, at):
     """x[at], position being 0, 1, 2, ..."""
-    return tl.sum(tl.where(position == at, x, 0.0))
+    return tl.sum(tl.where(position == at, x, 0))
 
 
 @triton.jit
@@ -187,7 +211,7 @@ def _recurrence_kernel(
 @triton.jit
 def _segment_mean_kernel(
     x, x_b, x_t, mask, mask_b, mask_t, keep, keep_b, keep_t, out, width,
-    HAS_KEEP: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr,
+    HAS_KEEP: tl.constexpr, BACKWARD: tl.constexpr, STATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row: forwards to find the mean of each run, which is left at the run's end, and backwards to spread it."""
     row = tl.program_id(0).to(tl.int64)
@@ -198,31 +222,27 @@ def _segment_mean_kernel(
     position = tl.arange(0, TILE)
     tiles = tl.cdiv(width, TILE)
     total = tl.full((), 0.0, tl.float64)
-    count = tl.full((), 0.0, tl.float64)
+    count = tl.full((), 0, tl.int32)
     for i in range(tiles):
         t = i * TILE + position
         valid = load_mask(mask, mask_t, t, t < width)
         kept = valid
         if HAS_KEEP:
             kept = valid & load_mask(keep, keep_t, t, t < width)
-        goes_on = load_mask(mask, mask_t, t - 1, (t > 0) & (t <= width))
-        is_cut = (~(valid & goes_on)).to(tl.int32)
+        goes_on = valid & load_mask(mask, mask_t, t - 1, (t > 0) & (t <= width))
         summand = _load(x, x_t, t, valid if BACKWARD else kept)
-        is_cut, totals, counts = tl.associative_scan((is_cut, summand, kept.to(tl.float64)), 0, add_in_run)
-        totals = tl.where(is_cut != 0, totals, totals + total)
-        counts = tl.where(is_cut != 0, counts, counts + count)
+        counts, totals = sums_in_runs(kept, summand, goes_on, count, total, FROM_LEFT)
         ends = valid & ~load_mask(mask, mask_t, t + 1, t + 1 < width)
-        tl.store(out + t, totals / tl.where(counts == 0.0, 1.0, counts), mask=ends)
+        tl.store(out + t, mean_of(totals, counts), mask=ends)
         total = pick(totals, position, TILE - 1)
         count = pick(counts, position, TILE - 1)
     tl.debug_barrier()  # what one thread left at the end of a run, another picks up
-    mean = tl.full((), 0.0, tl.float64)
+    mean = tl.full((), 0.0, STATE)
     for i in range(tiles):
         t = (tiles - 1 - i) * TILE + position
         valid = load_mask(mask, mask_t, t, t < width)
         ends = valid & ~load_mask(mask, mask_t, t + 1, t + 1 < width)
-        is_set, means = tl.associative_scan((ends.to(tl.int32), _load(out, 1, t, ends)), 0, newest, reverse=True)
-        means = tl.where(is_set != 0, means, mean)
+        means = spread_in_runs(ends, tl.load(out + t, mask=ends, other=0.0).to(STATE), mean, FROM_RIGHT)
         if BACKWARD and HAS_KEEP:
             valid &= load_mask(keep, keep_t, t, t < width)
         tl.store(out + t, tl.where(valid, means, 0.0), mask=t < width)

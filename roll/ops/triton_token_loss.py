@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from roll.ops.triton_scans import add_in_run, load_mask, newest, pick
+from roll.ops.triton_scans import FROM_LEFT, FROM_RIGHT, load_mask, mean_of, pick, spread_in_runs, sums_in_runs
 
 # Columns of the table that has one line for each row of the batch.
 NUM_SUMS = tl.constexpr(11)  # these add up over rows
@@ -86,18 +86,26 @@ def _kl(delta, KIND: tl.constexpr):
 
 
 @triton.jit
-def _count(pointer, number, ON_DEVICE: tl.constexpr):
+def _count(pointer, number):
     """A denominator, which lies on the device or came with the launch."""
     value = tl.full((), 0.0, tl.float64) + number
-    if ON_DEVICE:
+    if pointer is not None:
         value = tl.load(pointer).to(tl.float64)
     return value
 
 
 @triton.jit
-def _kept(valid, keep, t, inside, HAS_KEEP: tl.constexpr):
+def _row(x, offset):
+    """Where a row begins, if there are rows."""
+    if x is not None:
+        x += offset
+    return x
+
+
+@triton.jit
+def _kept(valid, keep, t, inside):
     """Tokens of the mask that a filter left."""
-    if HAS_KEEP:
+    if keep is not None:
         valid = valid & load_mask(keep, 1, t, inside)
     return valid
 
@@ -108,56 +116,47 @@ def _load(x, t, valid):
 
 
 @triton.jit
-def _row_means(
-    log_probs, old, mask, keep, run_means, width, RATIO: tl.constexpr, HAS_KEEP: tl.constexpr, TILE: tl.constexpr
-):
+def _row_means(log_probs, old, mask, keep, run_means, width, RATIO: tl.constexpr, TILE: tl.constexpr):
     """(number of kept tokens, sum of their log-ratios); the mean of each run is left at its end."""
     position = tl.arange(0, TILE)
-    zero = tl.full((), 0.0, tl.float64)
-    num_kept, row_total, run_total, run_count = zero, zero, zero, zero
+    row_total = tl.full((), 0.0, tl.float64)
+    run_total = row_total
+    num_kept = tl.full((), 0, tl.int32)
+    run_count = num_kept
     for i in range(tl.cdiv(width, TILE)):
         t = i * TILE + position
         valid = load_mask(mask, 1, t, t < width)
-        kept = _kept(valid, keep, t, t < width, HAS_KEEP)
-        num_kept += tl.sum(kept.to(tl.float64))
+        kept = _kept(valid, keep, t, t < width)
+        num_kept += tl.sum(kept.to(tl.int32))
         if RATIO != "token":
             gap = (_load(log_probs, t, kept) - _load(old, t, kept)).to(tl.float64)
             row_total += tl.sum(gap)
             if RATIO == "segment":
                 goes_on = valid & load_mask(mask, 1, t - 1, (t > 0) & (t < width))
-                is_cut, totals, counts = tl.associative_scan(
-                    ((~goes_on).to(tl.int32), gap, kept.to(tl.float64)), 0, add_in_run
-                )
-                totals = tl.where(is_cut != 0, totals, totals + run_total)
-                counts = tl.where(is_cut != 0, counts, counts + run_count)
+                counts, totals = sums_in_runs(kept, gap, goes_on, run_count, run_total, FROM_LEFT)
                 ends = valid & ~load_mask(mask, 1, t + 1, t + 1 < width)
-                tl.store(run_means + t, totals / tl.where(counts == 0.0, 1.0, counts), mask=ends)
+                tl.store(run_means + t, mean_of(totals, counts), mask=ends)
                 run_total = pick(totals, position, TILE - 1)
                 run_count = pick(counts, position, TILE - 1)
     return num_kept, row_total
 
 
 @triton.jit
-def _add_through_means(
-    gradient, mask, keep, run_shares, row_share, width,
-    RATIO: tl.constexpr, HAS_KEEP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def _add_through_means(gradient, mask, keep, run_shares, row_share, width, RATIO: tl.constexpr, TILE: tl.constexpr):
     """Adds to the gradient of each kept token its share of what reached the mean of its run, or of its row."""
     position = tl.arange(0, TILE)
     share = row_share
     for i in range(tl.cdiv(width, TILE)):
         t = i * TILE + position
         valid = load_mask(mask, 1, t, t < width)
-        kept = _kept(valid, keep, t, t < width, HAS_KEEP)
-        shares = tl.zeros_like(position).to(tl.float64) + share
+        kept = _kept(valid, keep, t, t < width)
+        shares = tl.zeros_like(position).to(tl.float32) + share
         if RATIO == "segment":
             starts = valid & ~load_mask(mask, 1, t - 1, (t > 0) & (t < width))
-            left = tl.load(run_shares + t, mask=starts, other=0.0).to(tl.float64)
-            is_set, newer = tl.associative_scan((starts.to(tl.int32), left), 0, newest)
-            shares = tl.where(is_set != 0, newer, shares)
+            shares = spread_in_runs(starts, tl.load(run_shares + t, mask=starts, other=0.0), shares, FROM_LEFT)
             share = pick(shares, position, TILE - 1)
         direct = tl.load(gradient + t, mask=kept, other=0.0)
-        tl.store(gradient + t, direct + shares.to(tl.float32), mask=kept)
+        tl.store(gradient + t, direct + shares, mask=kept)
 
 
 @triton.jit
@@ -167,37 +166,32 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     log_probs_b, old_b, advantages_b, mask_b, keep_b, is_weights_b, reference_b, entropy_b,
     tokens_at, num_tokens, sequences_at, num_sequences, norm_at, norm_factor,
     first, second, third, low, high, pg_coef, kl_coef, entropy_coef, width,
-    RATIO: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr, AGGREGATION: tl.constexpr,
-    HAS_KEEP: tl.constexpr, HAS_IS_WEIGHTS: tl.constexpr, HAS_REFERENCE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_ROW_WEIGHTS: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
-    WITH_GRADIENT: tl.constexpr, WITH_ENTROPY_GRADIENT: tl.constexpr,
-    TOKENS_ON_DEVICE: tl.constexpr, SEQUENCES_ON_DEVICE: tl.constexpr, NORM_ON_DEVICE: tl.constexpr,
-    TILE: tl.constexpr,
+    RATIO: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr, AGGREGATION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row: forwards for the number of its tokens and the means of its log-ratios, backwards for loss, metrics and
-    gradient, and once more forwards where a gradient goes through such a mean."""
+    gradient, and once more forwards where a gradient goes through such a mean. What is None is not there."""
     row = tl.program_id(0).to(tl.int64)
     log_probs += row * log_probs_b
     old += row * old_b
     advantages += row * advantages_b
     mask += row * mask_b
-    keep += row * keep_b
-    is_weights += row * is_weights_b
-    reference += row * reference_b
-    entropy += row * entropy_b
-    gradient += row * width
-    spread += row * width
-    entropy_gradient += row * width
+    keep = _row(keep, row * keep_b)
+    is_weights = _row(is_weights, row * is_weights_b)
+    reference = _row(reference, row * reference_b)
+    entropy = _row(entropy, row * entropy_b)
+    gradient = _row(gradient, row * width)
+    spread = _row(spread, row * width)
+    entropy_gradient = _row(entropy_gradient, row * width)
     position = tl.arange(0, TILE)
     zero = tl.full((), 0.0, tl.float64)
 
-    num_kept, row_total = _row_means(log_probs, old, mask, keep, spread, width, RATIO, HAS_KEEP, TILE)
+    num_kept, row_total = _row_means(log_probs, old, mask, keep, spread, width, RATIO, TILE)
     if RATIO == "segment":
         tl.debug_barrier()  # what one thread left at the end of a run, another picks up
-    divisor = tl.where(num_kept == 0.0, 1.0, num_kept)
-    tokens = _count(tokens_at, num_tokens, TOKENS_ON_DEVICE)
+    divisor = tl.where(num_kept == 0, 1, num_kept).to(tl.float64)
+    tokens = _count(tokens_at, num_tokens)
     tokens = tl.where(tokens < 1.0, 1.0, tokens)
-    sequences = _count(sequences_at, num_sequences, SEQUENCES_ON_DEVICE)
+    sequences = _count(sequences_at, num_sequences)
     sequences = tl.where(sequences < 1.0, 1.0, sequences)
     if AGGREGATION == "token-mean":
         share = 1.0 / tokens
@@ -206,10 +200,10 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     elif AGGREGATION == "seq-mean-token-mean":
         share = 1.0 / (divisor * sequences)
     else:
-        share = 1.0 / _count(norm_at, norm_factor, NORM_ON_DEVICE)
+        share = 1.0 / _count(norm_at, norm_factor)
     row_weight = zero + 1.0
-    if HAS_ROW_WEIGHTS:
-        row_weight = tl.load(row_weights + row, mask=num_kept > 0.0, other=0.0).to(tl.float64)
+    if row_weights is not None:
+        row_weight = tl.load(row_weights + row, mask=num_kept > 0, other=0.0).to(tl.float64)
     pg_share = (pg_coef * row_weight * share).to(tl.float32)
     kl_share = (pg_coef * kl_coef * share).to(tl.float32)
 
@@ -217,13 +211,15 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     ratio_sum, square_sum, gap_sum, through_mean = zero, zero, zero, zero
     largest = tl.full((), float("-inf"), tl.float32)
     smallest = tl.full((), float("inf"), tl.float32)
-    run_mean, run_total, run_count = zero, zero, zero
+    run_mean = tl.full((), 0.0, tl.float32)
+    run_total = zero
+    run_count = tl.full((), 0, tl.int32)
     tiles = tl.cdiv(width, TILE)
     for i in range(tiles):
         t = (tiles - 1 - i) * TILE + position
         inside = t < width
         valid = load_mask(mask, 1, t, inside)
-        kept = _kept(valid, keep, t, inside, HAS_KEEP)
+        kept = _kept(valid, keep, t, inside)
         behind = load_mask(mask, 1, t + 1, (t + 1 < width) & (RATIO == "segment"))
         log_prob = _load(log_probs, t, kept)
         gap = log_prob - _load(old, t, kept)
@@ -232,33 +228,31 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
             mean = tl.where(kept, (row_total / divisor).to(tl.float32), 0.0)
         elif RATIO == "segment":
             ends = valid & ~behind
-            left = tl.load(spread + t, mask=ends, other=0.0).to(tl.float64)
-            is_set, means = tl.associative_scan((ends.to(tl.int32), left), 0, newest, reverse=True)
-            means = tl.where(is_set != 0, means, run_mean)
+            means = spread_in_runs(ends, tl.load(spread + t, mask=ends, other=0.0), run_mean, FROM_RIGHT)
             run_mean = pick(means, position, 0)
-            mean = tl.where(kept, means, 0.0).to(tl.float32)
+            mean = tl.where(kept, means, 0.0)
         log_ratio = _clamp(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = tl.exp(log_ratio)
         loss, by_log_prob, by_log_ratio, clipped = _surrogate(
             ratio, _load(advantages, t, kept), log_prob, log_ratio, first, second, third, SURROGATE
         )
         scale = tl.zeros_like(ratio) + pg_share
-        if HAS_IS_WEIGHTS:
+        if is_weights is not None:
             is_weight = _load(is_weights, t, kept)
             loss *= is_weight
             scale *= is_weight
         direct = scale * by_log_prob
         by_log_ratio = tl.where(tl.abs(mean) > MAX_LOG_RATIO, 0.0, scale * by_log_ratio)
-        if HAS_REFERENCE:
+        if reference is not None:
             kl, by_delta = _kl(log_prob - _load(reference, t, kept), KL)
             kl_sum += tl.sum(kl)
             direct += kl_share * by_delta
-        if HAS_ENTROPY:
+        if entropy is not None:
             entropy_sum += tl.sum(_load(entropy, t, kept))
-        if WITH_ENTROPY_GRADIENT:
+        if entropy_gradient is not None:
             slope = (-entropy_coef * share).to(tl.float32)
             tl.store(entropy_gradient + t, tl.where(kept, slope, 0.0), mask=inside)
-        if WITH_GRADIENT:
+        if gradient is not None:
             if RATIO == "token":
                 direct += by_log_ratio
             tl.store(gradient + t, tl.where(kept, direct, 0.0), mask=inside)
@@ -266,32 +260,26 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
             if RATIO == "sequence":
                 through_mean += tl.sum(indirect)
             elif RATIO == "segment":
-                is_cut = (~(valid & behind)).to(tl.int32)
-                is_cut, totals, counts = tl.associative_scan(
-                    (is_cut, indirect, kept.to(tl.float64)), 0, add_in_run, reverse=True
-                )
-                totals = tl.where(is_cut != 0, totals, totals + run_total)
-                counts = tl.where(is_cut != 0, counts, counts + run_count)
+                counts, totals = sums_in_runs(kept, indirect, valid & behind, run_count, run_total, FROM_RIGHT)
                 run_total = pick(totals, position, 0)
                 run_count = pick(counts, position, 0)
                 # What each token of a run receives waits at its start. No end of a run is still needed there.
                 starts = valid & ~load_mask(mask, 1, t - 1, (t > 0) & inside)
-                tl.store(spread + t, totals / tl.where(counts == 0.0, 1.0, counts), mask=starts)
+                tl.store(spread + t, mean_of(totals, counts), mask=starts)
         pg_sum += tl.sum(tl.where(kept, loss, 0.0))
         clip_sum += tl.sum((kept & clipped).to(tl.float32))
         ratio_sum += tl.sum(tl.where(kept, ratio, 0.0))
         square_sum += tl.sum(0.5 * gap * gap)
         gap_sum += tl.sum(gap)
-        if HAS_HIGH:
-            high_sum += tl.sum((kept & (ratio > high)).to(tl.float32))
-        if HAS_LOW:
-            low_sum += tl.sum((kept & (ratio < low)).to(tl.float32))
+        high_sum += tl.sum((kept & (ratio > high)).to(tl.float32))
+        low_sum += tl.sum((kept & (ratio < low)).to(tl.float32))
         largest = tl.maximum(largest, tl.max(tl.where(kept, ratio, float("-inf"))))
         smallest = tl.minimum(smallest, tl.min(tl.where(kept, ratio, float("inf"))))
 
-    if WITH_GRADIENT and RATIO != "token":
+    if gradient is not None and RATIO != "token":
         tl.debug_barrier()
-        _add_through_means(gradient, mask, keep, spread, through_mean / divisor, width, RATIO, HAS_KEEP, TILE)
+        row_share = (through_mean / divisor).to(tl.float32)
+        _add_through_means(gradient, mask, keep, spread, row_share, width, RATIO, TILE)
     line = table + row * NUM_COLUMNS
     tl.store(line, pg_sum * share)
     tl.store(line + 1, pg_sum * share * row_weight)

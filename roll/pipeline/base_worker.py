@@ -92,7 +92,7 @@ class ActorWorker(ModelWorker):
         """
         terms = self.policy_terms(data, output_tensor)
         loss = self.policy_loss(terms, ratio_type="token")
-        return loss.total, report(self.policy_metrics(loss, terms), loss.mask_BT)
+        return loss.total, report(self.policy_metrics(loss, terms), loss.num_valid)
 
     # -- training and scoring ----------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ def policy_metrics(loss: PolicyLoss, *, agg_mode: str, counts: LossCounts) -> di
     metrics = {f"actor/{name}{tags.get(name, '@sum')}": value for name, value in statistics.items()}
     metrics["actor/pg_loss@sum"] = loss.pg
     metrics["actor/kl_loss@sum"] = loss.pg.new_zeros(()) if loss.kl is None else loss.kl
-    metrics["actor/total_loss@sum"] = loss.total
+    metrics["actor/total_loss@sum"] = loss.total_value
     if loss.entropy is not None:
         metrics["actor/entropy@sum"] = loss.entropy
     return metrics
@@ -151,8 +151,9 @@ def sampling_metrics(
     }
 
 
-def report(metrics: Mapping[str, Tensor | float], mask: Tensor) -> Metrics:
-    """The metrics as floats. Extremes and means of nothing do not exist: they are left out when `mask` is empty."""
-    values = to_floats({**metrics, "valid": mask.sum()})
+def report(metrics: Mapping[str, Tensor | float], valid: Tensor) -> Metrics:
+    """The metrics as floats, in one transfer. `valid` is the mask that they are about, or the number of its ones:
+    extremes and means of nothing do not exist and are left out."""
+    values = to_floats({**metrics, "valid": valid if valid.ndim == 0 else valid.sum()})
     is_empty = values.pop("valid") == 0
     return {key: value for key, value in values.items() if not (is_empty and key.endswith(("@max", "@min", "@mean")))}

@@ -114,7 +114,7 @@ def status(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
         return [
             Finding("info", "The run was stopped before its end", "It can be resumed from its last checkpoint.", last)
         ]
-    return [] if state else None
+    return [] if state == "finished" else None
 
 
 def nan_metrics(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:

@@ -103,7 +103,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield number, str(error)
+                if line.endswith("\n"):  # otherwise it is still being written, or was when the run was killed
+                    yield number, str(error)
                 continue
             yield number, value if isinstance(value, dict) else f"expected an object, found {line.strip()[:40]!r}"
 

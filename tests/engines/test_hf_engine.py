@@ -145,6 +145,16 @@ def test_samples_do_not_depend_on_their_neighbours(engine):
     assert lone.token_ids == together["r2", 1].token_ids
 
 
+def test_padding_counts_neither_as_prompt_nor_as_repetition():
+    engine = make_engine()
+    engine.pad_token_id = 50  # a token like any other; 0 has logit 0, which no penalty changes
+    requests = requests_of(1, 9, repetition_penalty=3.0)
+    check_same(
+        facts(engine.generate(requests)),
+        facts([output for request in requests for output in engine.generate([request])]),
+    )
+
+
 def test_outputs_come_in_the_order_of_requests_and_samples(engine):
     requests = requests_of(9, 2, 5, num_samples=2)
     outputs = engine.generate(requests)

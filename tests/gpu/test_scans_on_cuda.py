@@ -14,7 +14,7 @@ from roll.algorithms.policy_loss import CISPO, RATIO_TYPES, TOPR, KimiK15, PPOCl
 from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 from roll.ops import triton_scans
 from roll.ops.segment_mean import segment_mean
-from roll.utils.scalars import to_floats
+from roll.pipeline.loss_io import LossCounts, policy_metrics, report
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -103,9 +103,15 @@ def test_kl(kl_kind: str, seed: int) -> None:
 def test_one_transfer_brings_all_metrics(seed: int) -> None:
     """Every copy to the host is seen by the profiler: there is one."""
     log_probs, advantages, mask = random_rows(4, 300, seed, "cuda")
-    columns = {"old_log_probs_BT": log_probs, "advantages_BT": advantages, "mask_BT": mask}
+    counts: LossCounts = {"num_tokens": 9, "num_sequences": 4, "norm_factor": None}
+    columns = {
+        "ref_log_probs_BT": log_probs,
+        "old_log_probs_BT": log_probs,
+        "advantages_BT": advantages,
+        "mask_BT": mask,
+    }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        loss = policy_loss(log_probs_BT=log_probs, surrogate=PPOClip(), num_tokens=9, num_sequences=4, **columns)
-        to_floats({**loss.details, "total": loss.total, "valid": loss.mask_BT.sum()})
+        loss = policy_loss(log_probs_BT=log_probs, surrogate=PPOClip(), mask_BT=mask, **columns, **counts)
+        report(policy_metrics(loss, agg_mode="seq-mean-token-mean", counts=counts), loss.num_valid)
     copies = [event.name for event in profile.events() if "DtoH" in event.name]
     assert len(copies) == 1

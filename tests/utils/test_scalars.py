@@ -19,3 +19,11 @@ def test_large_counts_and_non_finite_values_survive() -> None:
     assert values["count"] == 2**24 + 1 and math.isnan(values["nan"])
     assert to_floats({}) == {}
     assert to_floats({"x": 1}) == {"x": 1.0}
+
+
+def test_entries_of_one_vector_in_any_order() -> None:
+    vector = torch.tensor([9.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    assert to_floats({"c": vector[3], "x": 7, "a": vector[1]}) == {"c": 3.0, "x": 7.0, "a": 1.0}
+    assert to_floats({"one": vector[2]}) == {"one": 2.0}
+    counts = torch.tensor([4, 5])
+    assert type(to_floats({"n": counts[0], "m": counts[1]})["m"]) is float

@@ -51,7 +51,9 @@ def test_odd_lines_become_problems(tmp_path: Path) -> None:
     ]
     run = read_run(write(tmp_path, "metrics.jsonl", "\n".join(lines)))
     assert run.steps == [0, 1] and run.metrics == {"a": [1.0, None]}
-    assert [problem[:22] for problem in run.problems] == [f"metrics.jsonl, line {n}:" for n in (2, 3, 4, 5, 8)]
+    assert [problem[:22] for problem in run.problems] == [f"metrics.jsonl, line {n}:" for n in (2, 3, 4, 5)], (
+        "the last line is still being written"
+    )
 
 
 def test_broken_files_become_problems(tmp_path: Path) -> None:

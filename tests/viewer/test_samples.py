@@ -97,7 +97,7 @@ def test_records_that_make_no_sense_are_shown_as_far_as_they_do(tmp_path: Path) 
     ]
     write_rollouts(tmp_path, 3, records)
     path = rollout_files(tmp_path)[0].path
-    path.write_text(path.read_text() + '{"sample": \n[1]\n')
+    path.write_text(path.read_text() + '{"sample": \n[1]\n{"sam')
     step = pack_step(rollout_files(tmp_path)[0], problems.append)
     samples = unpack(step.pieces[0])["samples"]
     assert samples[0] == {} and samples[1]["response"] == "7" and samples[2]["length"] == 2

@@ -10,7 +10,6 @@ Keys of `strategy_config`:
                             sum gradients over ranks after every micro-batch, which needs less memory (default true);
                             false: once a step, which needs less communication
     linear_logits           never build a logits tensor (default true)
-    compile                 fuse the small operations of each block with torch.compile (default false)
     keep_logits_gib         how much of a micro-batch's logits may wait for its backward, in training (see
                             train_strategy; default: 2% of the GPU's memory)
 
@@ -105,6 +104,12 @@ def shard_model(strategy: InferenceStrategy) -> None:
     read the head's weight after the model has returned.
     """
     config = strategy.strategy_config
+    if config.get("compile", False):
+        role = strategy.worker_config.name
+        raise ConfigError(
+            f"{role}.strategy_args.strategy_config.compile: found true, expected false for {strategy.strategy_name}; "
+            "hf_train and hf_infer can compile their layers"
+        )
     offload = bool(config.get("offload_policy", False))
     on_gpu = strategy.device.type == "cuda"
     strategy.worker.init_process_group(backend="cpu:gloo,cuda:nccl" if offload and on_gpu else None)

@@ -1,4 +1,8 @@
-"""`hf_train` and `hf_infer`: the whole model on one device. Several `hf_train` ranks are replicas."""
+"""`hf_train` and `hf_infer`: the whole model on one device. Several `hf_train` ranks are replicas.
+
+`strategy_config: {compile: true}` lets torch.compile fuse what lies between the matrix products of each block, about a
+quarter of the time of a training step on a GPU. It costs some ten seconds at the first steps.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider
+from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider, decoder_layers
 from roll.distributed.strategy.train_strategy import TrainStrategy
 from roll.engines.engine import end_tokens, text_of
 from roll.engines.hf_engine import HFEngine
@@ -34,6 +38,8 @@ class HfInferStrategy(InferenceStrategy):
     def initialize(self, model_provider: ModelProvider) -> None:
         self.build_model(model_provider)
         self.model.requires_grad_(False).to(self.device)
+        if self.strategy_config.get("compile", False):
+            compile_layers(self.model)
 
     @property
     def generation_engine(self) -> HFEngine:
@@ -62,6 +68,8 @@ class HfTrainStrategy(TrainStrategy):
         self.build_model(model_provider)
         self.join_ranks()
         self.model.to(self.device)
+        if self.strategy_config.get("compile", False):
+            compile_layers(self.model)
         self.make_optimizer()
 
     def reduce_gradients(self) -> None:
@@ -79,6 +87,22 @@ class HfTrainStrategy(TrainStrategy):
             dist.all_reduce(flat)
             for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 gradient.copy_(summed)
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile every block of a transformer. All share one graph; names, hooks and the saved form stay as they are.
+
+    What is compiled is the call of a block with its gradient checkpointing inside, not the block inside of it: the
+    recomputation then leaves out what no gradient needs (the last matrix product of a block), and one that is compiled
+    anew for another width cannot differ from the forward pass that it repeats.
+    """
+    compiled: dict[type, type] = {}
+    for layer in decoder_layers(model):
+        cls = type(layer)
+        if cls not in compiled:
+            members = {"__call__": torch.compile(cls.__call__), "__module__": cls.__module__, "__doc__": cls.__doc__}
+            compiled[cls] = type(cls.__name__, (cls,), members)
+        layer.__class__ = compiled[cls]
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -96,8 +96,6 @@ class InferenceStrategy(ABC):
             and base_model(self.model).get_output_embeddings() is not None
         ):
             use_linear_logits(self.model)
-        if self.strategy_config.get("compile", False):
-            compile_layers(self.model)
 
     def join_ranks(self) -> None:
         """Meet the other ranks of this role; alone, nothing happens."""
@@ -339,15 +337,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer: the entries of its longest ModuleList."""
     lists = [module for module in base_model(model).modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Let torch.compile fuse what lies between the matrix products of each block, a third of a step's time on a GPU.
-
-    The blocks share one compiled graph, made at the first forward pass in about half a minute; names and hooks stay.
-    """
-    for layer in decoder_layers(model):
-        layer.compile()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -35,4 +35,4 @@ class ActorWorker(BaseActorWorker):
             keep_BT=correction.keep_BT,
         )
         metrics = self.policy_metrics(loss, terms, data) | correction.metrics
-        return loss.total, report(metrics, loss.mask_BT)
+        return loss.total, report(metrics, loss.num_valid)

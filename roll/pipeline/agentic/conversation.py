@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_QUESTION, _ANSWER = "question0end", "answer1end"
+# Texts that no observation contains; templates render them like any other.
+_QUESTION, _ANSWER = "question-5d1f27c0", "answer-5d1f27c0"
 _CONTEXT = 40  # characters of a difference that are shown on each side
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.group_queue import Filter
-from roll.pipeline.agentic.trajectory import Trajectory, collate, step_rows, trajectory_row
+from roll.pipeline.agentic.trajectory import Row, Trajectory, collate, step_rows, trajectory_row
 from roll.utils.import_utils import import_class
 
 if TYPE_CHECKING:
@@ -43,5 +43,6 @@ def make_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: str, pad
     return drop
 
 
-def rows_of(trajectory: Trajectory, rows_are_turns: bool) -> list[Any]:
+def rows_of(trajectory: Trajectory, rows_are_turns: bool) -> list[Row]:
+    """The rows that a trajectory becomes: one for each turn, or one."""
     return step_rows(trajectory) if rows_are_turns else [trajectory_row(trajectory)]

@@ -62,7 +62,7 @@ class ActorWorker(BaseActorWorker):
         metrics = self.policy_metrics(loss, terms, data) | correction.metrics
         metrics["actor/weighted_pg_loss@sum"] = loss.weighted_pg
         metrics |= self._sample_metrics(data, loss.mask_BT.any(-1), weights_B)
-        return loss.total, report(metrics, loss.mask_BT)
+        return loss.total, report(metrics, loss.num_valid)
 
     def _sample_weights(self, data: DataProto) -> Tensor | None:
         config = self.pipeline_config

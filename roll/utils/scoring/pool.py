@@ -35,6 +35,7 @@ from roll.utils.scoring.spec import absolute_spec, spec_of
 _START_S = 120.0  # for importing the function
 _MAX_CHUNK = 32
 _MAX_FAILED_STARTS = 3
+_ROOT = str(Path(__file__).parents[3])
 _LAUNCH = "import sys; sys.path.insert(0, {root!r}); from roll.utils.scoring.child import nursery; nursery({fd})"
 
 
@@ -141,7 +142,8 @@ class ScorePool:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH.format(root=str(Path(__file__).parents[3]), fd=theirs.fileno())],
+                # The name of the function is there for people who look at a list of processes.
+                [sys.executable, "-c", _LAUNCH.format(root=_ROOT, fd=theirs.fileno()), self.spec],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # One thread each, since there are several; the user's own setting goes first.

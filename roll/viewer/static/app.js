@@ -12,7 +12,7 @@
     R.shown = location.hash;
     const mine = ++turn;
     R.hideCard();
-    if (R.current !== view) { R.dropCharts(); window.scrollTo(0, 0); }
+    if (R.current !== view) window.scrollTo(0, 0);
     R.current = view;
     document.body.dataset.view = view;
     for (const link of $("tabs").children) {
@@ -24,6 +24,7 @@
       if (mine === turn) main.replaceChildren(R.h("p", { class: "notice" }, `This view could not be shown: ${R.plain(error.message)}`));
       console.error(error);
     }
+    R.dropCharts();
     document.body.dataset.ready = view;
   }
 
@@ -85,14 +86,13 @@
   async function follow() {
     try {
       const fresh = await R.load("index", `t${Date.now()}`);
-      const before = JSON.stringify(R.index.runs), after = JSON.stringify(fresh.runs);
-      if (before !== after) {
+      const isTyping = main.contains(document.activeElement) && /^(INPUT|SELECT)$/.test(document.activeElement.tagName);
+      if (!isTyping && JSON.stringify(R.index.runs) !== JSON.stringify(fresh.runs)) {
         R.index = fresh;
         R.version = (R.version || 0) + 1;
         header();
         if (R.views[R.current].refresh) R.views[R.current].refresh(); else await show();
       }
-      if (!fresh.runs.some((run) => run.info.status === "running" || !run.info.status)) { header(); }
     } catch { $("run-status").textContent = "server gone"; }
     setTimeout(follow, 3000);
   }

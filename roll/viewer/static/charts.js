@@ -93,7 +93,7 @@
     box.replaceChildren(svg, R.h("div", { class: "sketch-range" }, R.h("span", {}, `${R.format(y0)} to ${R.format(y0 + dy)}`), R.h("span", {}, `${R.format(x0)} – ${R.format(x0 + dx)}`)));
   }
 
-  const drawn = new Set();
+  const boxes = new Set(), drawn = new Set();
   const sight = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) { sight.unobserve(entry.target); entry.target.drawChart?.(); }
   }, { rootMargin: "200px" });
@@ -110,12 +110,18 @@
       await plotly.react(box, traces(lines, options), layout(options), { displayModeBar: false, responsive: true, doubleClick: "reset", scrollZoom: false });
       if (options.pick && !box.hasPick) { box.hasPick = true; box.on("plotly_click", (event) => options.pick(event.points[0].x)); }
     };
+    boxes.add(box);
     sight.observe(box);
     return box;
   };
+  // Forget the charts that are no longer on the page.
   R.dropCharts = () => {
-    for (const box of drawn) if (window.Plotly && box.data) window.Plotly.purge(box);
-    drawn.clear();
-    sight.disconnect();
+    for (const box of boxes) {
+      if (box.isConnected) continue;
+      if (window.Plotly && box.data) window.Plotly.purge(box);
+      sight.unobserve(box);
+      boxes.delete(box);
+      drawn.delete(box);
+    }
   };
 })();

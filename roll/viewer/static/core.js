@@ -78,7 +78,7 @@ const R = (window.R = {
   }
 
   const ODD = { NaN: NaN, Infinity: Infinity, "-Infinity": -Infinity };
-  R.number = (value) => (typeof value === "string" && value in ODD ? ODD[value] : value);
+  R.number = (value) => (typeof value === "string" && Object.hasOwn(ODD, value) ? ODD[value] : value);
 
   // Byte planes back to numbers; see packing.py.
   function readColumns(header, bytes, start) {
@@ -210,7 +210,7 @@ R.route = () => {
     const [key, value] = part.split("=");
     try { state[key] = decodeURIComponent(value || ""); } catch { state[key] = ""; }
   }
-  return { view: view in R.views ? view : "overview", state };
+  return { view: Object.hasOwn(R.views, view) ? view : "overview", state };
 };
 R.link = (view, state = {}) => {
   const parts = Object.entries(state).filter(([, value]) => value !== null && value !== undefined && value !== "");

@@ -262,7 +262,7 @@
         const largestAdvantage = rows.reduce((most, row) => Math.max(most, Math.abs(row.advantage) || 0), 0);
         Object.assign(here, { run, split, entry, listing, rows, largestAdvantage, texts: null, order: [], items: [] });
       }
-      if (wanted.show in SHOW) settings.show = wanted.show;
+      if (Object.hasOwn(SHOW, wanted.show || "")) settings.show = wanted.show;
       here.sample = wanted.sample !== undefined && here.rows[wanted.sample] ? Number(wanted.sample) : null;
       if (here.sample === null && !isNarrow()) here.sample = firstWorthReading();
       if (isSame) { here.list.redraw?.(); reveal(); } else { frame(main); await fillList(); }

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from process_checks import children, eventually, marked
+from process_checks import eventually, marked
 from tiny_models import make_model_folder, tiny_tokenizer
 
 from roll.configs.model_args import ModelArguments
@@ -72,6 +72,7 @@ def test_a_function_of_ones_own(folder, reward_file, world_size):
     pairs = [("1+1=", "2"), ("1+2=", "2"), ("?", "hang"), ("??", "oops"), ("2+2=", "4"), ("", "4")]
     batch = make_batch(pairs, ground_truth=["2", "3", "", "", "4", "4"], tag=list("aabbab"))
     result = cluster.compute_rewards(batch)
+    assert marked(str(reward_file))
     expected = torch.tensor([1.5, 0.5, math.nan, math.nan, 1.5, 1.0])
     torch.testing.assert_close(result.batch["scores"], expected, equal_nan=True)
     torch.testing.assert_close(result.batch["response_level_rewards"], expected, equal_nan=True)
@@ -82,7 +83,7 @@ def test_a_function_of_ones_own(folder, reward_file, world_size):
     assert [reasons[index] for index in (0, 1, 4, 5)] == [None] * 4
     assert result.non_tensor_batch["reward_parts"][0] == {"right": 1.0, "tag": 0.5}
     cluster.execute_all_sync("close")
-    assert eventually(lambda: not children())
+    assert eventually(lambda: not marked(str(reward_file)))
 
 
 @pytest.mark.ray
@@ -95,7 +96,7 @@ def test_a_function_of_ones_own_on_ray(folder, reward_file):
         result = unpad_dataproto(cluster.compute_rewards(padded), num_extra)
     torch.testing.assert_close(result.batch["scores"], torch.tensor([1.5, math.nan, 0.5]), equal_nan=True)
     assert list(result.non_tensor_batch["drop_reason"]) == [None, "timeout", None]
-    assert eventually(lambda: not marked("scoring.child import nursery"), 10)
+    assert eventually(lambda: not marked(str(reward_file)), 10)
 
 
 def test_length_costs_what_the_config_says(folder, reward_file):
@@ -104,7 +105,7 @@ def test_length_costs_what_the_config_says(folder, reward_file):
     assert result.batch["scores"].tolist() == [1.0]
     torch.testing.assert_close(result.batch["response_level_rewards"], torch.tensor([0.8]))  # "2" and the end
     cluster.execute_all_sync("close")
-    assert eventually(lambda: not children())
+    assert eventually(lambda: not marked(str(reward_file)))
 
 
 @pytest.mark.parametrize(
@@ -212,4 +213,4 @@ def test_rewards_that_work_pass_the_check(reward_file):
         },
     }
     check_rewards(RLVRConfig(prompt_length=8, response_length=8, rewards=rewards))
-    assert eventually(lambda: not children())
+    assert eventually(lambda: not marked(str(reward_file)))

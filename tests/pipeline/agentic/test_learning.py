@@ -1,0 +1,48 @@
+"""The examples learn. Each is a minute or two on two cores."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
+from roll.pipeline.registry import load_config
+from roll.utils.tracking import read_metrics
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "agentic"
+
+
+def learn(tmp_path, name, *overrides, warm_steps=25):
+    """(successes of sampled episodes by step, successes of the validation), from a model made from nothing."""
+    spec = importlib.util.spec_from_file_location("warm_start", EXAMPLES / "warm_start.py")
+    assert spec is not None and spec.loader is not None
+    warm_start = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(warm_start)
+    own = [f"pretrain={tmp_path}/model", f"output_dir={tmp_path}/output", "track_with=none", *overrides]
+    warm_start.warm_start(str(EXAMPLES / name), own, warm_steps)
+    with AgenticPipeline(load_config(EXAMPLES / name, own).config, progress=False) as pipeline:
+        pipeline.run()
+    lines = read_metrics(pipeline.run_dir / "metrics.jsonl")
+    sampled = [line["env/success"] for line in lines if "env/success" in line]
+    return sampled, [line["val/success"] for line in lines if "val/success" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("frozen_lake_gigpo.yaml", []),
+        ("frozen_lake_reinforce.yaml", []),
+        ("frozen_lake_reinforce.yaml", ["ratio_type=segment"]),
+    ],
+)
+def test_frozen_lake(tmp_path, name, overrides):
+    sampled, greedy = learn(tmp_path, name, *overrides)
+    assert sampled[0] < 0.05 and greedy[0] == 0.0
+    assert greedy[-1] == 1.0 and max(sampled[-3:]) >= 0.85
+
+
+@pytest.mark.slow
+def test_guess_the_number(tmp_path):
+    sampled, greedy = learn(tmp_path, "guess_number.yaml")
+    assert greedy[-1] >= 2 * max(greedy[0], sampled[0])
