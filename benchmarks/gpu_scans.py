@@ -103,7 +103,7 @@ def scan_row(rows: int, tokens: int, most: float, bandwidth: float, device: torc
     def ours() -> object:
         return gae(rewards, values, mask, GAMMA, LAM)
 
-    found = measure({"roll": ours, "torch version": in_torch(ours)}, repeat=5)
+    found = measure({"roll": ours, "torch version": in_torch(ours)})
     peers = ratios(found)
     if loop:
         looped = measure({"loop": lambda: loop_gae(rewards, values, mask)}, rounds=2, warm_up=1)["loop"]
@@ -123,7 +123,7 @@ def returns_row(bandwidth: float, device: torch.device) -> Row:
     def ours() -> object:
         return discounted_returns(rewards, mask, GAMMA)
 
-    found = measure({"roll": ours, "torch version": in_torch(ours)}, repeat=5)
+    found = measure({"roll": ours, "torch version": in_torch(ours)})
     error, plain = errors(lambda x: discounted_returns(x[0], mask, GAMMA), [rewards])
     floor = mask.numel() * 9 / bandwidth * 1e3
     return Row(
@@ -146,7 +146,7 @@ def segment_row(bandwidth: float, device: torch.device) -> Row:
         leaf = x.detach().requires_grad_()
         return torch.autograd.grad(segment_masked_mean(leaf, mask), leaf, gradient)
 
-    found = measure({"roll": ours, "torch version": in_torch(ours)}, repeat=5)
+    found = measure({"roll": ours, "torch version": in_torch(ours)})
     loop = measure({"loop": lambda: loop_segment_mean(x, mask)}, rounds=1, warm_up=1)["loop"]
     peers = ratios(found) | {"loop over turns, forward only": loop.ms / found["roll"].ms}
     error, plain = errors(lambda tensors: both(*tensors), [x, gradient])

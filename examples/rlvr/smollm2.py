@@ -36,6 +36,7 @@ def load(gguf: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of the file; the model in float32 and free of what remembers its quantised origin."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    del read.config.quantization_config  # the weights are plain now; vLLM would look for a GGUF file
     with torch.device("meta"):
         model = LlamaForCausalLM(read.config)
     model.load_state_dict(read.state_dict(), assign=True)

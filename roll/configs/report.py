@@ -12,7 +12,7 @@ from roll.configs.memory import MemoryEstimate, estimate_memory
 from roll.configs.pipeline_config import BaseConfig
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
-_UNITS = {"dpo": "pairs", "rlvr": "prompts", "agentic": "trajectories"}
+_UNITS = {"dpo": "pairs", "rlvr": "prompts", "agentic": "trajectories", "sft": "rows"}
 
 
 @dataclass(frozen=True)

@@ -95,14 +95,6 @@ def _count(pointer, number):
 
 
 @triton.jit
-def _row(x, offset):
-    """Where a row begins, if there are rows."""
-    if x is not None:
-        x += offset
-    return x
-
-
-@triton.jit
 def _kept(valid, keep, t, inside):
     """Tokens of the mask that a filter left."""
     if keep is not None:
@@ -175,13 +167,20 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     old += row * old_b
     advantages += row * advantages_b
     mask += row * mask_b
-    keep = _row(keep, row * keep_b)
-    is_weights = _row(is_weights, row * is_weights_b)
-    reference = _row(reference, row * reference_b)
-    entropy = _row(entropy, row * entropy_b)
-    gradient = _row(gradient, row * width)
-    spread = _row(spread, row * width)
-    entropy_gradient = _row(entropy_gradient, row * width)
+    if keep is not None:
+        keep += row * keep_b
+    if is_weights is not None:
+        is_weights += row * is_weights_b
+    if reference is not None:
+        reference += row * reference_b
+    if entropy is not None:
+        entropy += row * entropy_b
+    if gradient is not None:
+        gradient += row * width
+    if spread is not None:
+        spread += row * width
+    if entropy_gradient is not None:
+        entropy_gradient += row * width
     position = tl.arange(0, TILE)
     zero = tl.full((), 0.0, tl.float64)
 

@@ -49,7 +49,8 @@ class SandboxResult:
     """What became of the code.
 
     `exit_code` is negative for a signal, None if a limit ended the run. `reason` is None for exit code 0; otherwise
-    `exit code N`, `signal NAME`, `timeout`, `cpu time`, `memory`, `output`, `processes` or `sandbox: ...`.
+    `exit code N`, `signal NAME`, `timeout`, `cpu time`, `memory`, `output`, `processes`, or `sandbox: ...` for a fault
+    that is not the code's.
     """
 
     stdout: str
@@ -174,12 +175,11 @@ def _read(process: subprocess.Popen[bytes], deadline: float, max_output: int) ->
 
 
 def _report(job: IO[bytes]) -> dict[str, Any]:
-    """What the child wrote behind the job: a line about its isolation, one about the end if it lived to see it."""
+    """What the child wrote behind the job: its isolation, that the code started, how it ended if it lived to see it."""
     job.seek(0)
-    entries = [json.loads(line) for line in job.read().splitlines()[1:]]
-    report = {"exit_code": None, "reason": "timeout", "isolation": []}
-    if not entries:
-        report["reason"] = "sandbox: it did not start"
-    for entry in entries:
-        report |= entry
+    report: dict[str, Any] = {"exit_code": None, "reason": "timeout", "isolation": [], "started": False}
+    for line in job.read().splitlines()[1:]:
+        report |= json.loads(line)
+    if not report["started"]:
+        report |= {"exit_code": None, "reason": "sandbox: the code did not start"}
     return report

@@ -118,7 +118,6 @@ def _outcome(status: int, usage: resource.struct_rusage, cpu_s: float) -> dict[s
 def _run(job: dict[str, Any], isolation: list[str], init: int, job_fd: int) -> NoReturn:
     """In the code's process: files, limits, then the code. Ends the process as an interpreter would."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
-    os.close(job_fd)
     os.setsid()
     for name, text in {**job["files"], "main.py": job["code"]}.items():
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
@@ -136,6 +135,8 @@ def _run(job: dict[str, Any], isolation: list[str], init: int, job_fd: int) -> N
     else:
         sys.addaudithook(_refuse)
     die_with_parent(init)
+    _report(job_fd, {"started": True})  # whatever fails from here on is the code's own doing
+    os.close(job_fd)
     module = types.ModuleType("__main__")
     module.__dict__["__file__"] = "main.py"
     sys.modules["__main__"] = module
@@ -160,8 +161,11 @@ def _limit(job: dict[str, Any], is_alone: bool) -> None:
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_NOFILE: (256, 256),
     }
-    for kind, limit in limits.items():
-        resource.setrlimit(kind, limit)
+    for kind, (soft, hard) in limits.items():
+        most = resource.getrlimit(kind)[1]  # the caller may be limited itself
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
     # Counted by user, so it says nothing about a sandbox that shares its user; root is never counted.
     if os.getuid() and is_alone:
         resource.setrlimit(resource.RLIMIT_NPROC, (job["max_processes"] + 2,) * 2)

@@ -108,7 +108,6 @@ def test_one_transfer_brings_all_metrics(seed: int) -> None:
         "ref_log_probs_BT": log_probs,
         "old_log_probs_BT": log_probs,
         "advantages_BT": advantages,
-        "mask_BT": mask,
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         loss = policy_loss(log_probs_BT=log_probs, surrogate=PPOClip(), mask_BT=mask, **columns, **counts)

@@ -52,6 +52,13 @@ def make_config(output_dir, **values) -> DPOConfig:
     return DPOConfig(**{**defaults, "output_dir": str(output_dir), **values})
 
 
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch, request):
+    """Reports have tests of their own, and take a second each."""
+    if "report" not in request.node.name:
+        monkeypatch.setattr(BasePipeline, "_write_report", lambda self: None)
+
+
 def run(config, pipeline=Counter, **options):
     with pipeline(config, **options) as running:
         running.run()
@@ -159,6 +166,8 @@ SCRIPT = """
 import os, signal, sys
 sys.path[:0] = [{tests!r}, {here!r}]
 from test_base_pipeline import Counter, make_config
+
+Counter._write_report = lambda self: None
 
 class Interrupted(Counter):
     def on_step(self, step):
@@ -288,6 +297,19 @@ def test_missing_gpus_are_an_error_with_the_override_that_helps(tmp_path):
     ):
         pipeline.make_cluster("actor_train")
     pipeline.close("failed")
+
+
+def test_a_report_is_written_and_named_and_a_broken_one_does_not_fail_the_run(tmp_path, capsys, monkeypatch, caplog):
+    run(make_config(tmp_path), progress=None)
+    assert (tmp_path / "exp" / "report.html").is_file()
+    assert f"Report: {tmp_path}/exp/report.html" in capsys.readouterr().out
+
+    def broken(folders):
+        raise ValueError("no template")
+
+    monkeypatch.setattr("roll.viewer.build_report", broken)
+    assert RunFolder(run(make_config(tmp_path)).run_dir).info()["status"] == "finished"
+    assert "the report could not be written (ValueError: no template)" in caplog.text
 
 
 def test_summaries_are_json(tmp_path):

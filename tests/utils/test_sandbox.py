@@ -94,6 +94,22 @@ def test_memory_is_limited(run):
     assert run("x = bytearray(100 * 2**20); print('fits')", memory_mb=400).stdout == "fits\n"
 
 
+def test_a_caller_with_less_memory_than_the_limit_passes_on_what_it_has():
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))\n"
+        "from roll.utils.sandbox import run_python\n"
+        "print(run_python('print(1)').stdout, run_python('x = bytearray(400 << 20)').reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "1\n memory\n", done.stderr
+
+
+def test_a_fault_of_the_sandbox_is_not_one_of_the_code(run):
+    result = run("print(1)", files={"main.py/x": "main.py cannot be a folder and a file"})
+    assert result.reason == "sandbox: the code did not start" and result.exit_code is None
+    assert run("import sys; sys.exit(1)").reason == "exit code 1"
+
+
 def test_files_are_limited(run):
     result = run("open('big', 'wb').write(bytes(40 << 20))", file_mb=8)
     assert result.reason == "exit code 1" and "OSError" in result.stderr

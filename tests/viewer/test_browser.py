@@ -439,7 +439,7 @@ def test_following_a_run(reader: Reader, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def large_run(tmp_path: Path) -> Path:
+def large_run(tmp_path: Path) -> Iterator[Path]:
     """200 steps of 256 samples of 100 tokens and 150 metrics; eight steps differ, the others repeat them."""
     folder = tmp_path / "large"
     folder.mkdir()
@@ -456,7 +456,8 @@ def large_run(tmp_path: Path) -> Path:
         (folder / "rollouts" / f"step-{step:06d}.jsonl").write_text(
             text.replace(f'{{"step": {step % 8},', f'{{"step": {step},')
         )
-    return folder
+    yield folder
+    shutil.rmtree(folder)  # half a gigabyte
 
 
 def test_a_large_run_opens_fast_and_stays_small(reader: Reader, large_run: Path) -> None:

@@ -409,6 +409,9 @@ class AgenticConfig(PPOConfig):
         problems = super().missing_for_training()
         if not self.custom_envs:
             problems.append(Problem("custom_envs", "missing; define the environments that the tags name"))
+        if self.reward is not None:
+            found = "found a judge, expected null: environments here judge by themselves, or ask a service of their own"
+            problems.append(Problem("reward", found))
         for tag in [tag for tag in self.custom_envs if self.env_template(tag).env_type is None]:
             problems.append(Problem(f"custom_envs.{tag}.env_type", "missing; the id or dotted path of an environment"))
         return problems

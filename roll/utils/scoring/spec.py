@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from roll.exceptions import ConfigError
+from roll.exceptions import ConfigError, RollError
 
 SIGNATURE = "score(prompt, response, ground_truth, **row)"
 
@@ -99,6 +99,8 @@ def _import(path: str, spec: str) -> ModuleType:
                 f"{spec!r}: there is no module {error.name!r}; check the spelling, or name the file as my_file.py:score"
             ) from None
         raise ConfigError(f"{spec!r} cannot be imported: {error} ({user_line(error, path)})") from None
+    except RollError as error:  # one of ours, which says all there is to say
+        raise ConfigError(str(error)) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code, which may raise anything, runs here
         text = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{spec!r} cannot be imported: {text} ({user_line(error, path)})") from None

@@ -47,7 +47,8 @@ def raises():
 
 
 def fork():
-    os.fork()
+    if os.fork():  # the child comes back first
+        time.sleep(0.1)
     return 0.5
 
 
@@ -101,6 +102,7 @@ BEHAVIOURS = {
     "kill parent": lambda: os.kill(os.getppid(), 9) or time.sleep(60),
     "close files": closes_files,
     "subprocess": lambda: float(subprocess.run(["echo", "0.5"], capture_output=True, text=True).stdout),
+    "nap": lambda: time.sleep(0.2) or 0.5,
     "slow": lambda: time.sleep(0.3) or 0.5,
     "time bomb": leaves_a_time_bomb,
     "modules": lambda: float("torch" in sys.modules or "numpy" in sys.modules),

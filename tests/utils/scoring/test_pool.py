@@ -92,6 +92,13 @@ def test_what_a_sample_starts_ends_with_it(pool):
     assert eventually(lambda: not marked("score-daemon"), 1.0)
 
 
+def test_a_fork_that_comes_back_with_an_answer_of_its_own_is_not_heard(pool):
+    for _ in range(2):
+        assert outcome(pool, "fork").value == 0.5
+        time.sleep(0.15)
+        assert [score.value for score in pool.score([GOOD, BAD] * 4)] == [1.0, 0.0] * 4
+
+
 def test_the_innocent_are_not_dropped_for_a_thread_that_an_earlier_sample_left(pool):
     rows = [{**GOOD, "prompt": "time bomb"}, *[{**GOOD, "prompt": "slow"}] * 3]
     assert [score.value for score in make_and_score(rows)] == [0.5] * 4
@@ -103,9 +110,9 @@ def make_and_score(rows):
 
 
 def test_waiting_for_a_turn_does_not_count_as_time():
-    rows = [{**GOOD, "prompt": "slow"}] * 5
-    with make_pool(num_processes=1, timeout_s=0.6) as pool:
-        assert [score.value for score in pool.score(rows)] == [0.5] * 5
+    rows = [{**GOOD, "prompt": "nap"}] * 12  # handed out three at a time, which together take longer than one may
+    with make_pool(num_processes=1, timeout_s=0.5) as pool:
+        assert [score.value for score in pool.score(rows)] == [0.5] * 12
 
 
 def test_rows_are_scored_in_parallel():
@@ -200,6 +207,7 @@ def test_a_function_that_is_not_there(spec, message):
         ("import no_such_library\n", r"No module named 'no_such_library' \(broken.py:1\)"),
         ("raise SystemExit(3)\n", r"SystemExit: 3 \(broken.py:1\)"),
         ("import os\nos._exit(5)\n", "its process ended with 5"),
+        ("from roll.exceptions import *\nraise MissingDependencyError('pip install x')\n", "^pip install x$"),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path, source, message):

@@ -1,0 +1,204 @@
+"""GRPO steps per second, side by side with TRL's GRPOTrainer: same model, prompts, samples, reward and optimizer.
+
+    python benchmarks/grpo_vs_trl.py [--steps 20] [--rounds 3] [--model FOLDER] [--threads N]
+
+Every step answers 4 prompts with 8 samples of at most 32 tokens at temperature 1 (32 completions), scores them with one
+reward, and takes one optimizer step on them. Without --model a Qwen2 of 134,000 random parameters is made on the spot.
+The two take turns, `--rounds` times, each in a process of its own, and the fastest round of each counts: other work on
+the machine only ever makes a round slower. Needs `pip install 'roll-rl[bench]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS, SAMPLES, TOKENS = 4, 8, 32
+WARM_UP = 2  # steps before the clock starts
+REWARD = '''
+def score(prompt, response, ground_truth, **row):
+    """The share of digits: a random model has some, and can learn to have more."""
+    return sum(character.isdigit() for character in response) / max(1, len(response))
+'''
+
+
+def make_inputs(folder: Path) -> None:
+    from roll.models.tiny import make_tiny_model
+
+    make_tiny_model(folder / "model", seed=0)
+    rows = [{"prompt": f"add {a} plus {b} equals "} for a in range(20) for b in range(10)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def run_roll(folder: Path, model: str, steps: int) -> dict[str, float]:
+    from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+    from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
+
+    role: dict[str, Any] = {"model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True}}
+    config = RLVRConfig(
+        exp_name="roll",
+        output_dir=tempfile.mkdtemp(dir=folder),
+        track_with="none",
+        max_steps=WARM_UP + steps,
+        save_steps=10**6,
+        eval_steps=-1,
+        pretrain=model,
+        prompt_length=64,
+        response_length=TOKENS,
+        global_template="base",
+        rollout_batch_size=PROMPTS,
+        num_return_sequences_in_group=SAMPLES,
+        adv_estimator="grpo",
+        loss_agg_mode="token-mean",
+        init_kl_coef=0,
+        actor_train={
+            **role,
+            "data_args": {"file_name": str(folder / "prompts.jsonl")},
+            "training_args": {"learning_rate": 3e-3, "per_device_train_batch_size": PROMPTS * SAMPLES},
+            "strategy_args": {"strategy_name": "hf_train"},
+        },
+        actor_infer={
+            **role,
+            "generating_args": {"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+            "strategy_args": {"strategy_name": "hf_infer"},
+        },
+        rewards={"digits": {"reward_fn": f"{folder / 'reward.py'}:score"}},
+    )
+    times: list[float] = []
+    scores: list[float] = []
+
+    class Timed(RLVRPipeline):
+        def end_step(self, step: int, metrics: dict[str, Any]) -> None:
+            times.append(time.perf_counter())
+            scores.append(metrics["critic/score/mean"])
+            super().end_step(step, metrics)
+
+    with Timed(config, progress=False) as pipeline:
+        pipeline.run()
+    return {"seconds": (times[-1] - times[WARM_UP - 1]) / steps, "first": scores[0], "last": scores[-1]}
+
+
+def run_trl(folder: Path, model: str, steps: int) -> dict[str, float]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    sys.path.insert(0, str(folder))
+    from reward import score  # the very same function
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            times.append(time.perf_counter())
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [score(prompt, text, None) for prompt, text in zip(prompts, completions, strict=True)]
+
+    args = GRPOConfig(
+        output_dir=tempfile.mkdtemp(dir=folder),
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=TOKENS,
+        max_steps=WARM_UP + steps,
+        learning_rate=3e-3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        beta=0.0,
+        seed=0,
+        temperature=1.0,
+    )
+    trainer = GRPOTrainer(
+        model=policy,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    return {"seconds": (times[-1] - times[WARM_UP - 1]) / steps, "first": rewards[0], "last": rewards[-1]}
+
+
+def measure(name: str, folder: Path, model: str, steps: int, threads: int) -> dict[str, float]:
+    """One round of one of the two, in a process of its own; its last line is the result."""
+    command = [
+        sys.executable,
+        __file__,
+        "--only",
+        name,
+        "--folder",
+        str(folder),
+        "--model",
+        model,
+        "--steps",
+        str(steps),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "ROLL_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--only", choices=["roll", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.only:
+        runner = run_roll if args.only == "roll" else run_trl
+        print(json.dumps(runner(args.folder, args.model, args.steps)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder)
+        model = args.model or str(folder / "model")
+        rounds: dict[str, list[dict[str, float]]] = {"trl": [], "roll": []}
+        for number in range(args.rounds):
+            for who, results in rounds.items():
+                results.append(measure(who, folder, model, args.steps, args.threads))
+                print(f"round {number + 1}: {who:4s} {results[-1]['seconds']:.3f} s a step", flush=True)
+    best = {who: min(result["seconds"] for result in results) for who, results in rounds.items()}
+    print(f"\n{'':6s}{'s/step':>8s}{'steps/s':>9s}{'reward, first and last step':>30s}")
+    for who in best:
+        last = rounds[who][-1]
+        print(f"{who:6s}{best[who]:8.3f}{1 / best[who]:9.2f}{last['first']:22.3f} -> {last['last']:.3f}")
+    print(
+        f"\nroll takes {best['trl'] / best['roll']:.1f} times as many steps per second as TRL "
+        f"({PROMPTS * SAMPLES} completions of {TOKENS} tokens, {args.threads} threads, best of {args.rounds})."
+    )
+
+
+if __name__ == "__main__":
+    main()
