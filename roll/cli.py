@@ -23,7 +23,6 @@ INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 app = typer.Typer(
     name="roll",
     help="Train language models by reinforcement and from preferences.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich help pages take longer to import than to read
@@ -57,7 +56,13 @@ def train(
     overrides: Overrides = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Train as a config file says. Ctrl-C finishes the step, saves and says how to go on."""
+    """Train as a config file says. Ctrl-C finishes the step, saves and says how to go on.
+
+    \b
+    roll train examples/rlvr/reverse_grpo.yaml
+    roll train config.yaml max_steps=100 actor_train.training_args.learning_rate=1e-5
+    roll train config.yaml resume_from_checkpoint=true
+    """
     loaded = _load_for_training(config, overrides or ())
     for sentence in loaded.warnings():
         typer.echo(f"warning: {sentence}", err=True)
@@ -93,7 +98,12 @@ def check(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers and resolved config as JSON.")] = False,
 ) -> None:
-    """Validate a config file and print its batch arithmetic. Needs no GPU and loads no model."""
+    """Validate a config file; print its batch arithmetic and what memory it needs. Needs no GPU, loads no model.
+
+    \b
+    roll check config.yaml
+    roll check config.yaml rollout_batch_size=64 --json
+    """
     from roll.configs.report import check_report
 
     report = check_report(_load_for_training(config, overrides or ()))
@@ -108,6 +118,9 @@ def _print_report(report: CheckReport) -> None:
     where = "on Ray" if config.execution_backend == "ray" else "in this process"
     typer.echo(f"{report.loaded.path}: a valid config for the {report.pipeline} pipeline, which runs {where}\n")
     _print_table(report)
+    if report.memory:
+        needs = "; ".join(f"{name} {estimate}" for name, estimate in report.memory.items())
+        typer.echo(f"\nmemory on each device, estimated: {needs}")
     for sentence in report.loaded.warnings():
         typer.echo(f"\nwarning: {sentence}")
     for remark in report.remarks:
@@ -131,6 +144,143 @@ def _print_table(report: CheckReport) -> None:
     for line in [header, *lines]:
         cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
         typer.echo("  ".join([line[0].ljust(widths[0]), *cells]))
+
+
+@app.command(name="eval")
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="A run, a checkpoint of one, or a model folder.", show_default="the config's model"),
+    ] = None,
+    samples_to: Annotated[Path | None, typer.Option(help="Folder that gets every sample.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
+) -> None:
+    """Run the validation of a config, with the weights of any checkpoint.
+
+    \b
+    roll eval examples/rlvr/reverse_grpo.yaml --checkpoint output/reverse_grpo
+    """
+    from roll.pipeline.registry import evaluation, load_config
+
+    loaded = load_config(config, overrides or (), warn=False)
+    metrics = evaluation(loaded.config)(loaded.config, checkpoint, samples_to=samples_to)
+    if as_json:
+        typer.echo(json.dumps(metrics, indent=2))
+        return
+    width = max(map(len, metrics), default=0)
+    for name, value in sorted(metrics.items()):
+        typer.echo(f"{name:{width}}  {value:.6g}")
+
+
+@app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
+    live: Annotated[bool, typer.Option(help="Serve the report and follow the run.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where to write the page.", show_default="in the run")] = None,
+    port: Annotated[int, typer.Option(help="Port of --live.", show_default="any")] = 0,
+    host: Annotated[str, typer.Option(help="Address of --live; others can then read the run.")] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
+) -> None:
+    """Write the report of a run and open it: curves, health, and every sample down to its tokens.
+
+    \b
+    roll view output/reverse_grpo
+    roll view output/reverse_grpo output/reverse_ppo      two runs in one page
+    roll view --live output/reverse_grpo                  while it runs
+    """
+    from roll.viewer.app import view as show
+
+    try:
+        page = show(runs, live=live, port=port, open_browser=open_browser, out=out, host=host)
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(str(error)) from None
+    if page is not None:
+        typer.echo(page)
+
+
+@app.command(name="env-check")
+def env_check(
+    env_id: Annotated[str, typer.Argument(metavar="ID", help="An id, a dotted path, or gymnasium:ID.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Arguments of the environment.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds to play.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Play an environment with random and malformed actions, and say what is wrong with it. Exit code 1 if anything is.
+
+    \b
+    roll env-check frozen_lake size=4
+    roll env-check my_package.my_env:MyEnv --seeds 100
+    """
+    from dataclasses import asdict
+
+    from roll.configs.compose import parse_overrides
+    from roll.pipeline.agentic.env.env_check import check_env
+
+    report = check_env(env_id, parse_overrides(options or ()), range(seeds))
+    typer.echo(json.dumps({**asdict(report), "ok": report.ok}, indent=2) if as_json else report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def new(
+    project: Annotated[Path, typer.Argument(metavar="PROJECT", help="A folder to make.", show_default=False)],
+) -> None:
+    """Make a project that trains as it is: configs, a reward function, data and a tiny model.
+
+    \b
+    roll new my_project
+    """
+    from roll.commands.new_project import new_project
+
+    folder = new_project(project)
+    typer.echo(f"{folder} is ready. Next:\n\n  cd {folder}\n  roll train warm_start.yaml && roll train grpo.yaml")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look at Python, packages, GPUs, memory and disk, and say how to mend what is wrong. Exit code 1 if it is bad."""
+    from roll.commands.doctor import as_json as to_json
+    from roll.commands.doctor import examine, is_healthy
+
+    findings = examine()
+    if as_json:
+        typer.echo(to_json(findings))
+    else:
+        marks = {"ok": "ok", "optional": "-", "warning": "!", "problem": "PROBLEM"}
+        width = max(len(item.what) for item in findings)
+        for item in findings:
+            typer.echo(f"{marks[item.state]:>7}  {item.what:{width}}  {item.found}")
+            if item.fix:
+                typer.echo(f"{'':7}  {'':{width}}  -> {item.fix}")
+    if not is_healthy(findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    everything: Annotated[bool, typer.Option("--all", help="Also a short agentic and a short DPO run.")] = False,
+    folder: Annotated[Path, typer.Option(help="Where to write.")] = Path("output/demo"),
+) -> None:
+    """Watch a tiny model learn on this machine, from nothing, in minutes. No GPU, no download.
+
+    \b
+    roll demo
+    roll demo --all
+    """
+    from roll.commands.demo import run_demo
+
+    try:
+        run_demo(folder, everything=everything)
+    except KeyboardInterrupt:
+        typer.echo("Stopped.", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ ONLY_IN = {
     "deepspeed": "roll.distributed.strategy.deepspeed_strategy",
     "wandb": "roll.utils.tracking",
     "trackio": "roll.utils.tracking",
-    "math_verify": "roll.pipeline.rlvr.rewards.math_answers",
+    "math_verify": "roll.utils.scoring.math_answers",
     "plotly": "roll.viewer.charts",
 }
 

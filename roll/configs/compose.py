@@ -185,6 +185,16 @@ def _similar_file(path: Path) -> str:
     return f'; did you mean "{path.parent / near[0]}"?' if near else ""
 
 
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of `key=value` texts alone: ["size=4", "a.b=x"] -> {"size": 4, "a": {"b": "x"}}."""
+    tree = OmegaConf.create({})
+    for override in overrides:
+        _apply_override(tree, override)
+    values = OmegaConf.to_container(tree)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
 def _apply_override(tree: DictConfig, override: str) -> str:
     """Change `tree` as an override says; returns the key."""
     if override.startswith("~"):

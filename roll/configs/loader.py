@@ -92,7 +92,7 @@ def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn
     values = _sift(_without_variables(composition, config_cls), config_cls, "", ignored)
     values.setdefault("exp_name", composition.path.stem)
     try:
-        config = config_cls.model_validate(values)
+        config = config_cls.model_validate(values, context={"folder": composition.path.parent})
     except ValidationError as error:
         raise _error(composition, problems_of(error, config_cls)) from None
     replaced = tuple(_replaced(values, plain_values(config), ""))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ PIPELINE_CLASSES: Mapping[str, str] = {
     "sft": "roll.pipeline.sft.sft_pipeline.SFTPipeline",
 }
 
+EVALUATIONS: Mapping[str, str] = {"rlvr": "roll.pipeline.rlvr.evaluation.evaluate"}
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> LoadedConfig:
     """The config of a YAML file for any pipeline.
@@ -59,6 +62,15 @@ def pipeline_class(config: BaseConfig) -> type[BasePipeline]:
 
     name = str(getattr(config, "pipeline"))  # noqa: B009, every pipeline's config has it, BaseConfig has not
     return import_class(config.pipeline_cls or PIPELINE_CLASSES[name])
+
+
+def evaluation(config: BaseConfig) -> Callable[..., dict[str, float]]:
+    """The function that validates a checkpoint on its own: (config, checkpoint, *, samples_to) -> metrics."""
+    name = str(getattr(config, "pipeline"))  # noqa: B009, as above
+    if name not in EVALUATIONS:
+        raise ConfigError(f"roll eval knows {', '.join(EVALUATIONS)} configs, and this is one for {name}")
+    module, _, function = EVALUATIONS[name].rpartition(".")
+    return getattr(import_module(module), function)
 
 
 def detect_pipeline(values: Mapping[str, Any]) -> str:
