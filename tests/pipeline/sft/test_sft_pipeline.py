@@ -102,7 +102,7 @@ def test_resume_is_exact(inputs, tmp_path):
 
 
 def test_bad_input(inputs, tmp_path):
-    with pytest.raises(ConfigError, match="stop_at_exact_match: found 0.5 .* because there is no validation"):
+    with pytest.raises(ConfigError, match=r"stop_at_exact_match: found 0.5 .* because there is no validation"):
         make_config(inputs, tmp_path, validation=None, stop_at_exact_match=0.5)
     with pytest.raises(ConfigError, match=r"actor_train.data_args.file_name: missing"):
         run(make_config(inputs, tmp_path, actor_train={"strategy_args": {"strategy_name": "hf_train"}}))
