@@ -24,7 +24,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(CORE): | $(BIN)/python
-	$(PIP) -e '.[report]'
+	$(PIP) -e '.[report,envs]'
 	@rm -f $(VENV)/.core-* && touch $@
 
 $(DEV): $(CORE)
@@ -49,8 +49,8 @@ $(BENCH): $(DEV)
 	$(PIP) -e '.[bench]'
 	@rm -f $(VENV)/.bench-* && touch $@
 
-demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute
-	$(BIN)/python examples/grpo_minimal.py
+demo: $(CORE)  ## watch a tiny model learn, on this machine, in about a minute (roll demo)
+	$(BIN)/roll demo
 
 test: test-unit test-ray  ## all tests of the README's promise
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.commands.new_project import new_project
+from roll.exceptions import RollError
 from roll.pipeline.registry import load_config, pipeline_class
 from roll.utils.run_folder import METRICS_FILE
 from roll.utils.tracking import read_metrics
@@ -35,7 +38,9 @@ class Stage:
     words: str
     config: str
     metric: str
-    what: str  # what the metric counts; empty for a run that only prepares the next one
+    what: str = ""  # what the metric counts; empty for a run that only prepares the next one
+    overrides: tuple[str, ...] = ()
+    prepare: tuple[str, ...] = ()  # a script of examples/ and its arguments, run before
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,6 @@ GRPO = (
         "ones.",
         "warm_start.yaml",
         "val/exact_match",
-        "",
     ),
     Stage(
         "GRPO",
@@ -65,6 +69,32 @@ GRPO = (
         "grpo.yaml",
         "val_correct/all/mean",
         "digits reversed, held out",
+    ),
+)
+
+# Runs of the repository's examples, shortened; `{examples}` is where those lie.
+AGENTIC = (
+    Stage(
+        "agentic",
+        "A tiny model crosses a frozen lake: it sees the map, answers with a direction, sees the map again. At first "
+        "it only knows what an answer looks like.",
+        "{examples}/agentic/frozen_lake_gigpo.yaml",
+        "val/success",
+        "lake crossed, greedily",
+        ("max_steps=25", "output_dir=runs"),
+        ("agentic/warm_start.py", "{examples}/agentic/frozen_lake_gigpo.yaml"),
+    ),
+)
+DPO = (
+    Stage(
+        "DPO",
+        "Pairs of a better and a worse answer to questions about three digits: no reward, no sampling, only which of "
+        "the two is preferred.",
+        "{examples}/dpo/dpo_tiny.yaml",
+        "val/actor/acc",
+        "right digit preferred, held out",
+        ("max_steps=100", "output_dir=runs"),
+        ("dpo/make_data.py", "output/dpo_data", "--model"),
     ),
 )
 
@@ -78,16 +108,16 @@ def run_demo(folder: Path, *, everything: bool = False, console: Console | None 
     console.print(f"A tokenizer of 14 tokens and a Qwen2 of 134,000 random parameters are made in {folder}.")
     outcomes = _run_project(new_project(folder / "digits"), GRPO, console)
     if everything:
-        from roll.commands.demo_stages import more_projects
-
-        for title, project, stages in more_projects(folder):
-            console.print(f"\n[bold]{title}[/]")
-            outcomes += _run_project(project, stages, console)
+        console.print("\n[bold]A model learns to act over several turns[/]")
+        outcomes += _run_project(folder / "frozen_lake", AGENTIC, console)
+        console.print("\n[bold]A model learns from preferences[/]")
+        outcomes += _run_project(folder / "preferences", DPO, console)
     _print_outcomes(console, outcomes, time.monotonic() - started)
     return outcomes
 
 
 def _run_project(project: Path, stages: tuple[Stage, ...], console: Console) -> list[Outcome]:
+    project.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for stage in stages:
         console.print(Text(f"\n{stage.words}", style="cyan"))
@@ -104,7 +134,9 @@ def _run_stage(project: Path, stage: Stage) -> Outcome:
     disable_progress_bar()
     started = time.monotonic()
     with _inside(project):
-        config = load_config(stage.config, warn=False).config
+        if stage.prepare:
+            _run_example(stage.prepare)
+        config = load_config(_in_examples(stage.config), stage.overrides, warn=False).config
         with pipeline_class(config)(config) as pipeline:
             pipeline.run()
         if pipeline.is_interrupted:
@@ -120,6 +152,8 @@ def _print_samples(console: Console, run_dir: Path) -> None:
     if len(files) < 2:
         return
     first, last = (_samples(file) for file in (files[0], files[-1]))
+    if not first.keys() & last.keys():
+        return  # an environment has no right answer to show
     table = Table("prompt", "answer before", "answer after", "right answer", box=None, padding=(0, 3, 0, 0))
     # Those that were wrong before tell more than those that were right.
     for key in sorted((first.keys() & last.keys()), key=lambda key: first[key]["score"] or 0)[:NUM_SHOWN]:
@@ -130,7 +164,7 @@ def _print_samples(console: Console, run_dir: Path) -> None:
 
 def _samples(file: Path) -> dict[str, dict[str, Any]]:
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {row["sample"]: row for row in rows}
+    return {row["sample"]: row for row in rows if row.get("ground_truth") is not None}
 
 
 def _print_outcomes(console: Console, outcomes: list[Outcome], seconds: float) -> None:
@@ -144,6 +178,24 @@ def _print_outcomes(console: Console, outcomes: list[Outcome], seconds: float) -
         console.print(Text(f"  {report if report.is_file() else item.run_dir}"))
     project = outcomes[0].run_dir.parent.parent
     console.print(Text(f"\nNext: change {project / 'reward.py'}, then in that folder: roll train grpo.yaml"))
+
+
+def examples_folder() -> Path:
+    """Where the examples lie: beside the package in a clone, inside it when installed from a wheel."""
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "examples", package.parent / "examples") if folder.is_dir())
+
+
+def _in_examples(text: str) -> str:
+    return text.format(examples=examples_folder()) if "{examples}" in text else text
+
+
+def _run_example(command: tuple[str, ...]) -> None:
+    script, *arguments = command
+    words = [sys.executable, str(examples_folder() / script), *map(_in_examples, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RollError(f"{script} failed:\n{done.stderr.strip()}")
 
 
 @contextmanager
