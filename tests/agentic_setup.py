@@ -47,7 +47,7 @@ def env_config(envs: dict[str, Any], **options: Any) -> AgenticConfig:
         tag: {"env_type": f"bad_envs:{value}", "max_steps": 5} if isinstance(value, str) else value
         for tag, value in envs.items()
     }
-    manager = {"num_env_groups": 2 * len(envs), "group_size": 2, "tags": list(envs), "env_timeout": 0.4}
+    manager = {"num_env_groups": 2 * len(envs), "group_size": 2, "tags": list(envs), "env_timeout": 1.0}
     manager |= options.pop("manager", {})
     groups = manager["num_env_groups"] * manager["group_size"]
     return AgenticConfig(

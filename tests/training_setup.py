@@ -193,6 +193,7 @@ def reference_gradients(pipeline: str, folder: str | Path, config: Any, batch: D
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     worker = PROBES[pipeline](config.actor_train)
     worker.pipeline_config = config
+    worker.log_prob_temperature = getattr(config, "log_prob_temperature", 1.0)
     data = DataProto.from_dict(
         {k: v.double() if v.is_floating_point() else v for k, v in batch.batch.items()}, meta_info=dict(batch.meta_info)
     )

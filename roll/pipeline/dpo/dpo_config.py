@@ -88,8 +88,7 @@ class DPOConfig(BaseConfig):
     """Column of the worse answer."""
 
     overlong: Literal["drop", "truncate_answer", "truncate_prompt"] = "drop"
-    """What happens to a pair with a side longer than `sequence_length`: it is left out, the end of the longer answer is
-    cut off, or the beginning of the prompt is, equally for both sides."""
+    """Pairs over `sequence_length`: leave them out, cut the end of the longer answer, or the start of both prompts."""
 
     early_stop_patience: AtLeastOne | None = None
     """Stop after this many validations in a row without a lower validation loss; the best model is kept and named at

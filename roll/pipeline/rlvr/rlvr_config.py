@@ -55,8 +55,7 @@ class RewardConfig(WorkerConfig):
     """The reward of one domain: a function of yours (`reward_fn`), or a worker class (`worker_cls`)."""
 
     reward_fn: str | None = None
-    """A function `score(prompt, response, ground_truth, **row)`, as `file.py:score` or `package.module:score`. A
-    relative file is looked for where the command runs, then beside the config file."""
+    """Function as `package.module:score`, or `file.py:score`, looked for here and then beside the config file."""
 
     reward_timeout: Positive = 30.0
     """Seconds that scoring one sample may take, counted from when it begins; then the sample is dropped."""

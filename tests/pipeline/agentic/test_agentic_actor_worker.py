@@ -36,6 +36,11 @@ GAP_KEYS = {
     f"actor/train_infer_{kind}_{level}_mean@sum"
     for kind in ("ratio", "diff")
     for level in ("token", "geometric", "sequence", "segment")
+} | {
+    "actor/sampling_gap@sum",
+    "actor/sampling_gap_max@max",
+    "actor/sampling_ratio_error@sum",
+    "actor/sampling_ratio_error_max@max",
 }
 CORRECTION = {
     "is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.1},
