@@ -91,8 +91,7 @@ class DPOConfig(BaseConfig):
     """Pairs over `sequence_length`: leave them out, cut the end of the longer answer, or the start of both prompts."""
 
     early_stop_patience: AtLeastOne | None = None
-    """Stop after this many validations in a row without a lower validation loss; the best model is kept and named at
-    the end. Null trains to the end."""
+    """Stop after so many validations in a row without a lower loss, keeping the best model; null never stops early."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {"actor_train": ACTOR_WORKER, "reference": ACTOR_WORKER}
 

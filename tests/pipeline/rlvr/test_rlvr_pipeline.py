@@ -66,6 +66,22 @@ def test_a_run_reports_what_happened(inputs, tmp_path):
     assert len(read_rollouts(pipeline.run_dir / "rollouts" / "val-000002.jsonl")) == 12
 
 
+def test_evaluation_alone_says_what_the_run_said_at_its_end(inputs, tmp_path):
+    pipeline = run(inputs, tmp_path / "a", **VALIDATION, **with_validation(inputs))
+    final = metrics_of(pipeline.run_dir)[-1]
+    config = make_config(inputs, **VALIDATION, **with_validation(inputs))
+    for checkpoint in (pipeline.run_dir, pipeline.model_folder().parent, pipeline.model_folder()):
+        found = RLVRPipeline.evaluate(config, checkpoint, samples_to=tmp_path / "eval")
+        assert found == {key: value for key, value in final.items() if key in found}
+    assert len(read_rollouts(tmp_path / "eval" / "rollouts" / "val-000000.jsonl")) == 12
+    trained = [sample["response"] for sample in read_rollouts(tmp_path / "eval" / "rollouts" / "val-000000.jsonl")]
+    RLVRPipeline.evaluate(config, samples_to=tmp_path / "before")
+    before = [sample["response"] for sample in read_rollouts(tmp_path / "before" / "rollouts" / "val-000000.jsonl")]
+    assert before != trained, "without a checkpoint it is the model that the run started from"
+    with pytest.raises(ConfigError, match="validation: missing"):
+        RLVRPipeline.evaluate(make_config(inputs))
+
+
 def test_the_same_seed_gives_the_same_run_bit_for_bit(inputs, tmp_path):
     one, two = (run(inputs, tmp_path / name, **VALIDATION, **with_validation(inputs)) for name in "ab")
     assert metrics_of(one.run_dir) == metrics_of(two.run_dir)

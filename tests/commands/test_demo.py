@@ -1,0 +1,35 @@
+"""`roll demo`, as a newcomer sees it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from roll.commands import demo
+
+
+def test_a_second_demo_gets_a_folder_of_its_own(tmp_path):
+    first = demo._unused(tmp_path / "demo")
+    assert first == tmp_path / "demo"
+    (first / "digits").mkdir(parents=True)
+    assert demo._unused(tmp_path / "demo") == tmp_path / "demo-2"
+
+
+def test_the_examples_that_it_runs_exist():
+    for stage in (*demo.AGENTIC, *demo.DPO):
+        assert (demo.examples_folder() / stage.prepare[0]).is_file()
+        assert demo._in_examples(stage.config).endswith(".yaml")
+
+
+@pytest.mark.slow
+def test_all_of_it_learns_and_says_so(tmp_path):
+    output = io.StringIO()
+    outcomes = demo.run_demo(tmp_path / "demo", everything=True, console=Console(file=output, width=120))
+    learned = {outcome.stage.name: (outcome.before, outcome.after) for outcome in outcomes}
+    assert learned.keys() == {"GRPO", "agentic", "DPO"}
+    assert learned["GRPO"][0] <= 0.6 and learned["GRPO"][1] >= 0.9
+    assert learned["agentic"][0] <= 0.2 and learned["agentic"][1] == 1.0
+    assert learned["DPO"][0] <= 0.6 and learned["DPO"][1] >= 0.9
+    text = output.getvalue()
+    assert "answer before" in text and "What was learned" in text
+    assert all((outcome.run_dir / "report.html").is_file() for outcome in outcomes)

@@ -1,0 +1,65 @@
+"""`roll new` writes a project that checks, and that trains with the command of its own README."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.commands.new_project import NUM_TEST, NUM_TRAIN, new_project, reversed_digits
+from roll.exceptions import ConfigError
+from roll.pipeline.registry import load_config
+from roll.utils.tracking import read_metrics
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return new_project(tmp_path_factory.mktemp("new") / "project")
+
+
+def test_every_file_that_the_readme_names_is_there(project):
+    named = re.findall(r"^\| `([^`]+)` \|", (project / "README.md").read_text(), flags=re.MULTILINE)
+    assert {"reward.py", "grpo.yaml", "warm_start.yaml"} <= set(named)
+    assert [name for name in named if not (project / name).exists()] == ["runs/"]
+
+
+def test_both_configs_are_complete(project, monkeypatch):
+    monkeypatch.chdir(project)
+    for name in ("warm_start.yaml", "grpo.yaml"):
+        assert load_config(name, warn=False).config.missing_for_training() == []
+
+
+def test_no_prompt_is_in_both_files(project):
+    train, test = (
+        [json.loads(line)["prompt"] for line in (project / "data" / name).read_text().splitlines()]
+        for name in ("train.jsonl", "test.jsonl")
+    )
+    assert (len(train), len(test)) == (NUM_TRAIN, NUM_TEST)
+    assert not set(train) & set(test)
+
+
+def test_an_answer_is_the_prompt_backwards():
+    row = reversed_digits(0)[0]
+    assert row["prompt"] == row["ground_truth"][::-1] + "<"
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        new_project(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.slow
+def test_the_command_of_its_readme_trains(project):
+    [command] = re.findall(r"^```\n(.*?)\n```", (project / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(command, shell=True, cwd=project, env={**os.environ, "PATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    metric = "val_correct/all/mean"
+    values = [line[metric] for line in read_metrics(project / "runs/grpo/metrics.jsonl") if metric in line]
+    assert values[0] <= 0.6 and values[-1] >= 0.9
+    assert (project / "runs/grpo/report.html").is_file()
