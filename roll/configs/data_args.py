@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import model_validator
 
-from roll.configs.config_model import AtLeastOne, ConfigModel, NonNegative
+from roll.configs.config_model import AtLeastOne, ConfigModel, NoEffect, NonNegative
 from roll.configs.problems import ConfigProblems, wrong
 
 
@@ -21,19 +21,19 @@ class DataArguments(ConfigModel):
     domain_interleave_probs: dict[str, NonNegative] | None = None
     """Share of each domain in a batch of prompts; the shares add up to 1."""
 
-    preprocessing_num_workers: AtLeastOne | None = None
+    preprocessing_num_workers: Annotated[AtLeastOne | None, NoEffect("the tokenizer uses all cores")] = None
     """Processes that tokenize the data; null tokenizes in this process."""
 
-    cache_path: str | None = None
+    cache_path: Annotated[str | None, NoEffect("files are read anew")] = None
     """Folder that keeps tokenized data between runs."""
 
     file_name: str | list[str] | None = None
     """File or files to read."""
 
-    eval_file_name: str | None = None
+    eval_file_name: Annotated[str | None, NoEffect("validation.data_args names the files")] = None
     """File to evaluate on."""
 
-    dataset_type: str | list[str] | None = "json"
+    dataset_type: Annotated[str | list[str] | None, NoEffect("the file's ending says it")] = "json"
     """Format of the files, or one format per file."""
 
     tag: str | None = "tag"

@@ -25,6 +25,7 @@ from roll.configs.problems import ConfigProblems, Problem, wrong
 from roll.configs.worker_config import EnvironmentVariables, WorkerConfig
 
 _PROFILER = NoEffect("torch.profiler and the run report replace it")
+_ROUTER = NoEffect("engines batch requests themselves, and workers get equal shares")
 
 
 def _script_name() -> str:
@@ -34,25 +35,27 @@ def _script_name() -> str:
 class ScheduleConfig(ConfigModel):
     """How generation requests are scheduled."""
 
-    generate_opt_level: Annotated[Whole, Field(ge=0, le=1)] = 1
+    generate_opt_level: Annotated[Whole, Field(ge=0, le=1), _ROUTER] = 1
     """0 generates a batch with one call, 1 sends requests one by one as workers become free."""
 
-    is_num_return_sequences_expand: bool = False
+    is_num_return_sequences_expand: Annotated[bool, _ROUTER] = False
     """Send every sample of a prompt as a request of its own instead of asking the engine for several."""
 
-    max_running_requests: AtLeastOne = 128
+    max_running_requests: Annotated[AtLeastOne, _ROUTER] = 128
     """Requests that one generating worker runs at the same time."""
 
-    is_use_additional_prompts: bool = False
+    is_use_additional_prompts: Annotated[bool, _ROUTER] = False
     """Keep more prompts in flight than a batch needs, because filters may drop some."""
 
-    max_additional_running_prompts: AtLeastZero = 16
+    max_additional_running_prompts: Annotated[AtLeastZero, _ROUTER] = 16
     """How many more."""
 
-    user_defined_rollout_loop_cls: str = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
+    user_defined_rollout_loop_cls: Annotated[str, NoEffect("subclass the pipeline instead")] = (
+        "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
+    )
     """Dotted path of the class that turns a prompt into samples."""
 
-    router_args: RouterArguments | None = None
+    router_args: Annotated[RouterArguments | None, _ROUTER] = None
     """How requests find a worker; null is the pipeline's own router."""
 
 
@@ -84,7 +87,7 @@ class BaseConfig(ScheduleConfig):
     base_dir: Annotated[str, UNUSED_IN_ROLL] = "./output"
     """A second name for the output folder."""
 
-    logging_dir: str = "./output/logs"
+    logging_dir: Annotated[str, NoEffect("a run's folder has all there is")] = "./output/logs"
     """Folder of log files."""
 
     rollout_dump_dir: str | None = None
@@ -105,7 +108,7 @@ class BaseConfig(ScheduleConfig):
     max_ckpt_to_keep: AtLeastZero = 0
     """Checkpoints that are kept; 0 keeps all."""
 
-    logging_steps: AtLeastOne = 1
+    logging_steps: Annotated[AtLeastOne, NoEffect("every step is logged")] = 1
     """Pipeline steps between two lines of the log."""
 
     eval_steps: Annotated[Whole, Field(ge=-1)] = 10
@@ -123,7 +126,9 @@ class BaseConfig(ScheduleConfig):
     resume_from_checkpoint: bool | str = False
     """Folder of a checkpoint to continue from; true takes the newest one."""
 
-    checkpoint_config: dict[str, Any] = Field(default_factory=dict)
+    checkpoint_config: Annotated[dict[str, Any], NoEffect("checkpoints stay in the run's folder")] = Field(
+        default_factory=dict
+    )
     """Where checkpoints are copied to; reaches every role."""
 
     prompt_length: AtLeastOne = 1024
@@ -229,8 +234,6 @@ class BaseConfig(ScheduleConfig):
         for name, role in self.all_roles().items():
             training_args = role.training_args.model_copy(update={"seed": self.seed, "output_dir": self.output_dir})
             values: dict[str, Any] = {"name": name, "training_args": training_args}
-            if self.checkpoint_config:
-                values["checkpoint_config"] = self.checkpoint_config
             if name in self.default_worker_cls:
                 values["system_envs"] = {**self.system_envs, **role.system_envs}
                 values["worker_cls"] = role.worker_cls or self.default_worker_cls[name]

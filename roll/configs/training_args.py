@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from roll.configs.config_model import AtLeastOne, AtLeastZero, ConfigModel, NonNegative, Number, Positive, Whole
+from roll.configs.config_model import (
+    AtLeastOne,
+    AtLeastZero,
+    ConfigModel,
+    NoEffect,
+    NonNegative,
+    Number,
+    Positive,
+    Whole,
+)
 from roll.configs.problems import ConfigProblems, wrong
 
 Scheduler = Literal[
@@ -56,7 +65,7 @@ class TrainingArguments(ConfigModel):
     data_seed: Whole | None = None
     """Seed of the data order; null uses `seed`."""
 
-    dataloader_num_workers: AtLeastZero = 0
+    dataloader_num_workers: Annotated[AtLeastZero, NoEffect("data is tokenized before training")] = 0
     """Processes that prepare batches."""
 
     fp16: bool = False
@@ -65,7 +74,7 @@ class TrainingArguments(ConfigModel):
     bf16: bool = False
     """Train in bfloat16; follows `model_args.dtype`."""
 
-    tf32: bool | None = None
+    tf32: Annotated[bool | None, NoEffect("set torch.backends yourself")] = None
     """Allow TF32 matrix products on NVIDIA GPUs; null leaves torch's setting."""
 
     warmup_ratio: Annotated[Number, Field(ge=0, lt=1)] = 0.0
@@ -74,7 +83,7 @@ class TrainingArguments(ConfigModel):
     warmup_steps: AtLeastZero = 0
     """Optimizer steps that warm the learning rate up."""
 
-    save_hf_model: bool = False
+    save_hf_model: Annotated[bool, NoEffect("every checkpoint opens with transformers")] = False
     """Also save weights that transformers can read, for strategies whose own format differs."""
 
     @model_validator(mode="after")

@@ -250,7 +250,7 @@ class WorkerConfig(ConfigModel):
     tag_included: Annotated[list[str], UNUSED_IN_ROLL] = Field(default_factory=list)
     """Tags of the rows that this role judges; rewards use it."""
 
-    checkpoint_config: dict[str, Any] | None = None
+    checkpoint_config: Annotated[dict[str, Any] | None, NoEffect("checkpoints stay in the run's folder")] = None
     """Where checkpoints go; copied from the pipeline."""
 
     @field_validator("device_mapping", mode="before")

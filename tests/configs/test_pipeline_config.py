@@ -109,7 +109,6 @@ def test_roles_inherit_from_the_pipeline():
         sequence_length=64,
         seed=7,
         output_dir="out",
-        checkpoint_config={"type": "file_system"},
         system_envs={"A": "1", "B": 2},
         actor_train={"system_envs": {"A": "mine"}},
     )
@@ -117,7 +116,6 @@ def test_roles_inherit_from_the_pipeline():
         role = getattr(config, name)
         assert role.name == name
         assert role.training_args.seed == 7 and role.training_args.output_dir == "out"
-        assert role.checkpoint_config == {"type": "file_system"}
     assert config.actor_train.system_envs == {"A": "mine", "B": "2"}
     assert config.reference.system_envs == {"A": "1", "B": "2"}
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from roll.configs.base_config import PPOConfig, RouterArguments
+from roll.configs.base_config import PPOConfig
 from roll.configs.batch_plan import division_problems
 from roll.configs.config_model import (
     LATE,
@@ -313,9 +313,6 @@ class AgenticConfig(PPOConfig):
         if self.async_pipeline and not self.force_disable_old_logprobs_recompute:
             # The policy that samples is not the one that is trained, so the loss needs both.
             self.settle(enable_old_logprobs_recompute=True)
-        if self.router_args is None:
-            router = RouterArguments(router_name="EnvAffinityRouter", max_running_requests=self.max_running_requests)
-            self.settle(router_args=router)
 
     def _trajectories_per_env(self, name: str, batch_size: int) -> int:
         manager = self.train_env_manager if name == "train_env" else self.val_env_manager

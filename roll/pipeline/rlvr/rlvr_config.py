@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from roll.configs.base_config import PPOConfig, RouterArguments
+from roll.configs.base_config import PPOConfig
 from roll.configs.batch_plan import division_problems
 from roll.configs.config_model import (
     UNUSED_IN_ROLL,
     AtLeastOne,
     AtLeastZero,
     ConfigModel,
+    NoEffect,
     NonNegative,
     Number,
     Positive,
@@ -102,7 +103,9 @@ class RewardConfig(WorkerConfig):
     response_filter_config: Annotated[RewardFilterConfig, UNUSED_IN_ROLL] = Field(default_factory=RewardFilterConfig)
     """Which responses are dropped."""
 
-    reward_manager_config: list[dict[str, Any]] = Field(default_factory=list)
+    reward_manager_config: Annotated[list[dict[str, Any]], NoEffect("there is no remote reward system")] = Field(
+        default_factory=list
+    )
     """Options of a remote reward system."""
 
     @field_validator("reward_fn")
@@ -158,7 +161,7 @@ class RLVRConfig(PPOConfig):
     log_samples_per_step: AtLeastZero | None = 64
     """Samples of a step that are written to the run's `rollouts/`; null writes all, 0 none."""
 
-    save_logging_board_dir: str | None = None
+    save_logging_board_dir: Annotated[str | None, NoEffect("the run's folder has the samples, token by token")] = None
     """Folder that gets per-token values of every sample; null writes none."""
 
     validation: WorkerConfig | None = None
@@ -167,7 +170,7 @@ class RLVRConfig(PPOConfig):
     rewards: dict[str, RewardConfig] = Field(default_factory=dict)
     """Reward of each domain."""
 
-    reward_model: WorkerConfig | None = None
+    reward_model: Annotated[WorkerConfig | None, NoEffect("a reward names its own judge")] = None
     """A judge that several rewards share."""
 
     difficulty_loss_weight: bool = False
@@ -255,11 +258,6 @@ class RLVRConfig(PPOConfig):
             self._change_role("validation", generating_args=sampling.model_copy(update={"max_new_tokens": room}))
         if self.reward_model is not None and self.reward_model.worker_cls is None:
             self._change_role("reward_model", worker_cls="roll.pipeline.base_worker.InferWorker")
-        if self.router_args is None:
-            router = RouterArguments(router_name="PromptAffinityRouter", max_running_requests=self.max_running_requests)
-            self.settle(router_args=router)
-        if self.async_pipeline and self.num_return_sequences_in_group > 1:
-            self.settle(is_num_return_sequences_expand=True)
         if self.async_pipeline and not self.force_disable_old_logprobs_recompute:
             # The policy that samples is not the one that is trained, so the loss needs both.
             self.settle(enable_old_logprobs_recompute=True)

@@ -49,7 +49,6 @@ def test_defaults_are_rolls():
     assert config.actor_train.worker_cls == "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
     assert config.reference.worker_cls == "roll.pipeline.base_worker.ActorWorker"
     assert config.actor_infer.worker_cls == "roll.pipeline.base_worker.InferWorker"
-    assert config.router_args.router_name == "EnvAffinityRouter"
 
 
 def test_defaults_of_environment_managers_are_rolls():

@@ -28,16 +28,9 @@ def learn(tmp_path, name, *overrides, warm_steps=25):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("frozen_lake_gigpo.yaml", []),
-        ("frozen_lake_reinforce.yaml", []),
-        ("frozen_lake_reinforce.yaml", ["ratio_type=segment"]),
-    ],
-)
-def test_frozen_lake(tmp_path, name, overrides):
-    sampled, greedy = learn(tmp_path, name, *overrides)
+@pytest.mark.parametrize("name", ["frozen_lake_gigpo", "frozen_lake_reinforce", "frozen_lake_segment"])
+def test_frozen_lake(tmp_path, name):
+    sampled, greedy = learn(tmp_path, f"{name}.yaml")
     assert sampled[0] < 0.05 and greedy[0] == 0.0
     assert greedy[-1] == 1.0 and max(sampled[-3:]) >= 0.85
 
