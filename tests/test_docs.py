@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from metric_names import emitted_metrics, undocumented
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
@@ -52,3 +53,9 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     script.write_text("\n\n".join(python_blocks(page)))
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+def test_every_metric_that_the_code_names_is_documented():
+    emitted = emitted_metrics()
+    assert len(emitted) > 100
+    assert {name: emitted[name] for name in undocumented(emitted)} == {}

@@ -81,7 +81,7 @@ AGENTIC = (
         "{examples}/agentic/frozen_lake_gigpo.yaml",
         "val/success",
         "lake crossed, greedily",
-        ("max_steps=25", "output_dir=runs"),
+        ("output_dir=runs",),
         ("agentic/warm_start.py", "{examples}/agentic/frozen_lake_gigpo.yaml"),
     ),
 )

@@ -3,9 +3,12 @@
 import io
 
 import pytest
+from metric_names import undocumented
 from rich.console import Console
 
 from roll.commands import demo
+from roll.utils.run_folder import METRICS_FILE
+from roll.utils.tracking import read_metrics
 
 
 def test_a_second_demo_gets_a_folder_of_its_own(tmp_path):
@@ -32,4 +35,6 @@ def test_all_of_it_learns_and_says_so(tmp_path):
     assert learned["DPO"][0] <= 0.6 and learned["DPO"][1] >= 0.9
     text = output.getvalue()
     assert "answer before" in text and "What was learned" in text
+    names = {name for outcome in outcomes for line in read_metrics(outcome.run_dir / METRICS_FILE) for name in line}
+    assert undocumented(name for name in names if "/" in name) == []
     assert all((outcome.run_dir / "report.html").is_file() for outcome in outcomes)
