@@ -77,7 +77,7 @@ test-browser: $(DEV)  ## the run report in a real Chromium
 	$(BIN)/python -m pytest -m browser
 
 docs: $(DOCS)  ## build the documentation into site/
-	$(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 lint: $(DEV)  ## style, imports and types
 	$(BIN)/ruff check .
