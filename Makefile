@@ -92,6 +92,7 @@ bench: $(BENCH)  ## print the tables of benchmarks/
 	$(BIN)/python benchmarks/protocol.py
 	$(BIN)/python benchmarks/algorithms.py
 	$(BIN)/python benchmarks/log_probs.py
+	$(BIN)/python benchmarks/dpo_vs_trl.py
 
 clean:  ## remove what make made
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis output site

@@ -283,6 +283,7 @@ def score(prompt, response, ground_truth, **row):
 """
 
 
+@pytest.mark.slow
 def test_rewards_that_misbehave_cost_samples_and_nothing_else(tmp_path):
     folder = make_inputs(tmp_path / "inputs", reward=MISBEHAVING)
     rows = [{"prompt": f"{kind}{i}<", "ground_truth": "x"} for i in range(2) for kind in range(7)]
