@@ -25,6 +25,7 @@ def test_the_examples_that_it_runs_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_all_of_it_learns_and_says_so(tmp_path):
     output = io.StringIO()
     outcomes = demo.run_demo(tmp_path / "demo", everything=True, console=Console(file=output, width=120))

@@ -54,6 +54,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_command_of_its_readme_trains(project):
     [command] = re.findall(r"^```\n(.*?)\n```", (project / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -28,6 +28,7 @@ def learn(tmp_path, name, *overrides, warm_steps=25):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["frozen_lake_gigpo", "frozen_lake_reinforce", "frozen_lake_segment"])
 def test_frozen_lake(tmp_path, name):
     sampled, greedy = learn(tmp_path, f"{name}.yaml")
@@ -36,6 +37,7 @@ def test_frozen_lake(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_guess_the_number(tmp_path):
     sampled, greedy = learn(tmp_path, "guess_number.yaml")
     assert greedy[-1] >= 2 * max(greedy[0], sampled[0])
