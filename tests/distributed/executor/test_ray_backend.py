@@ -281,7 +281,7 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         children = psutil.Process(program.pid).children(recursive=True)
         assert len([child for child in children if "GroupWorker" in child.name()]) == 2
         os.killpg(program.pid, signal.SIGINT)
-        assert program.wait(timeout=30) != 0
+        assert program.wait(timeout=90) != 0
         assert "KeyboardInterrupt" in program.stdout.read()
         assert wait_until_gone([child.pid for child in children]) == []
     finally:
