@@ -122,7 +122,7 @@ def test_it_takes_ray():
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("ratio", [0, 1])
+@pytest.mark.parametrize("ratio", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_on_ray(tmp_path, ratio):
     from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
     from roll.utils.tracking import read_metrics

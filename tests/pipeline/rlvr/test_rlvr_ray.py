@@ -59,6 +59,7 @@ def test_two_and_two_workers_give_the_losses_of_one_process(inputs, tmp_path):
     same(both, run(inputs, tmp_path / "again", **mock(tmp_path / "dump2", "mock")))
 
 
+@pytest.mark.slow
 def test_asynchronous_rollouts_train_and_report_their_staleness(inputs, tmp_path):
     pipeline = run(
         inputs,
