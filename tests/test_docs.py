@@ -47,6 +47,7 @@ def python_blocks(page: Path) -> list[str]:
 WITH_CODE = [page for page in PAGES if python_blocks(page)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
