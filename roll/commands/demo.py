@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,20 +210,7 @@ def _inside(folder: Path) -> Iterator[None]:
 
 def _unused(folder: Path) -> Path:
     number, found = 1, folder
-    while found.exists() and any(found.iterdir()):
+    while found.exists() and (not found.is_dir() or any(found.iterdir())):
         number += 1
         found = folder.with_name(f"{folder.name}-{number}")
     return found
-
-
-def as_json(outcomes: list[Outcome]) -> list[Mapping[str, Any]]:
-    return [
-        {
-            "stage": item.stage.name,
-            "before": item.before,
-            "after": item.after,
-            "seconds": item.seconds,
-            "run": str(item.run_dir),
-        }
-        for item in outcomes
-    ]

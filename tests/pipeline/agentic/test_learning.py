@@ -1,7 +1,6 @@
 """The examples learn. Each is a minute or two on two cores.
 
-Another processor adds in another order and draws other samples, so the bounds leave room; docs/agentic.md has what the
-recorded seeds reached.
+Another processor adds in another order and draws other samples, so the bounds leave room.
 """
 
 import importlib.util
