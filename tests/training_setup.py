@@ -30,12 +30,13 @@ WIDTH = 14
 
 
 def make_batch(pipeline: str, *, rows: int = ROWS, width: int = WIDTH, seed: int = 0) -> DataProto:
-    """Right-padded rows of different lengths, with the columns that the pipeline's loss reads."""
+    """Right-padded rows of different lengths, two and two with one beginning, with the columns that the pipeline's loss reads."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, width + 1, (rows,), generator=generator)
     lengths[0] = width
     attention_mask = (torch.arange(width) < lengths[:, None]).long()
     input_ids = torch.randint(3, VOCAB_SIZE, (rows, width), generator=generator) * attention_mask
+    input_ids[1::2, :3] = input_ids[::2, :3]  # two rows begin alike
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask}
     if pipeline == "dpo":
         tensors["prompt_id_lens"] = torch.randint(1, 4, (rows,), generator=generator)

@@ -1,9 +1,10 @@
 """Generation with a `transformers` model on one device: our own batched sampling loop over its KV cache.
 
 Prompts are sorted by length and left padded; the prompt of a request is computed once for all of its samples; rows that
-have ended leave the batch. The loop works in rounds of a few tokens: within a round nothing is copied to the host, and
-what a row drew after its end is dropped when the round is looked at. Sampling is a pure function of a row's logits, key
-and position (`roll.engines.sampling`), so none of this can be seen in the samples.
+have ended leave the batch. A small model on a CPU takes its steps without its modules (`SmallDecoder`). The loop works
+in rounds of a few tokens: within a round nothing is copied to the host, and what a row drew after its end is dropped
+when the round is looked at. Sampling is a pure function of a row's logits, key and position (`roll.engines.sampling`),
+so none of this can be seen in the samples.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from roll.engines.kv_cache import bytes_per_token, make_cache
 from roll.engines.request import SamplingParams
 from roll.engines.sample import Sample, SampleEngine
 from roll.engines.sampling import draw, stream_key, transform, uniforms
+from roll.engines.small_decoder import SmallDecoder, can_decode
 from roll.models.lora import base_model
+from roll.models.token_tree import ATTENTION as TREE_ATTENTION
 from roll.ops.linear_logits import LinearLogits
 
 TOKENS_PER_ROUND = {"cpu": 4, "cuda": 8}
@@ -66,7 +69,7 @@ class HFEngine(SampleEngine):
     def reset_prefix_cache(self) -> None:
         """Nothing is kept from one call to the next."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, samples: list[Sample], finish: Callable[[Sample], None]) -> None:
         was_training = self.model.training
         self.model.eval()
@@ -143,12 +146,17 @@ class _Batch:
         text_config = config.get_text_config(decoder=True)
         # A mask of four dimensions is taken as it is; models with other kinds of attention make their own from two.
         layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-        self.takes_full_mask = layer_types == {"full_attention"} and text_config._attn_implementation == "sdpa"
+        attention = text_config._attn_implementation
+        self.takes_full_mask = layer_types == {"full_attention"} and attention in ("sdpa", TREE_ATTENTION)
         self.options = {"use_cache": True} | _last_logits_only(type(base_model(self.model)))
 
         most_new = max(row.limit for row in rows)
         self.cache = make_cache(config, room=most_new if self.device.type == "cpu" else min(most_new, 1024))
         self._prefill()
+        self.decoder: SmallDecoder | None = None
+        if can_decode(self.model):
+            self.decoder = SmallDecoder(self.model, self.cache, self.cache.get_seq_length() + most_new)
+            self.mask_RC = None if self.mask_RC is None else torch.where(self.mask_RC, 0.0, -torch.inf)
         self.keys_R = self._tensor(
             [stream_key(row.request.sampling.seed, row.request.keys[row.sample_index]) for row in rows]
         )
@@ -231,12 +239,17 @@ class _Batch:
 
     def _feed(self, token_R: Tensor) -> None:
         """Append a token to every row and compute what comes next."""
-        inputs: dict[str, Any] = {}
-        if self.mask_RC is not None:
-            mask_RC = self.mask_RC[:, : self.cache.get_seq_length() + 1]
-            inputs["attention_mask"] = mask_RC[:, None, None] if self.takes_full_mask else mask_RC
-            inputs["position_ids"] = self.positions_R1
-        self.logits_RV = self._forward(token_R[:, None], **inputs)
+        column = self.cache.get_seq_length()
+        mask_RC = None if self.mask_RC is None else self.mask_RC[:, : column + 1]
+        if self.decoder is not None:
+            position = column if self.positions_R1 is None else self.positions_R1[:, 0]
+            self.logits_RV = self.decoder.step(token_R, position, mask_RC)
+        else:
+            inputs: dict[str, Any] = {}
+            if mask_RC is not None:
+                inputs["attention_mask"] = mask_RC[:, None, None] if self.takes_full_mask else mask_RC
+                inputs["position_ids"] = self.positions_R1
+            self.logits_RV = self._forward(token_R[:, None], **inputs)
         if self.positions_R1 is not None:
             self.positions_R1 = self.positions_R1 + 1
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from roll.ops.linear_log_probs import check_linear_logits, selected_linear_log_probs
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.selection import LabelCheck, Selection, select
 from roll.ops.softmax_rows import (
+    LOG_OF_ZERO,
     LogitTransform,
     RowGradients,
     RowStatistics,
@@ -19,6 +21,8 @@ from roll.ops.softmax_rows import (
     row_blocks,
     row_gradient_,
 )
+
+SMALL_NUMBER_OF_LOGITS = 1 << 18  # a megabyte
 
 
 def next_token_log_probs(
@@ -61,7 +65,9 @@ def next_token_log_probs(
     selection = select(
         input_ids.shape, selected, labels, output.shape[-1], output.device, labels_name="input_ids", label_shift=1
     )
-    if isinstance(output, LinearLogits):
+    if isinstance(output, LinearLogits) and _is_small(output, selection):
+        log_probs, entropy = _small_log_probs(output, selection, temperature, with_entropy)
+    elif isinstance(output, LinearLogits):
         log_probs, entropy = selected_linear_log_probs(
             output, selection, temperature, with_entropy, keep_bytes=keep_bytes
         )
@@ -69,6 +75,38 @@ def next_token_log_probs(
         log_probs, entropy = _selected_log_probs(output, selection, temperature, with_entropy)
     assert log_probs is not None
     return log_probs[:, :-1].contiguous(), None if entropy is None else entropy[:, :-1].contiguous()
+
+
+def _is_small(output: LinearLogits, selection: Selection) -> bool:
+    """Whether the logits of all selected positions are less than what one operation of the tiled version costs."""
+    return (
+        selection.num_selected * output.shape[-1] <= SMALL_NUMBER_OF_LOGITS
+        and output.hidden.device.type == "cpu"
+        and output.hidden.dtype in (torch.float32, torch.float64)
+        and output.soft_cap is None
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _small_log_probs(
+    output: LinearLogits, selection: Selection, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`selected_linear_log_probs` by plain operations, the gradient by autograd."""
+    assert selection.labels is not None
+    slope = LogitTransform(output.scale, None, temperature).slope
+    rows_NH = output.hidden.reshape(-1, output.hidden.shape[-1])
+    if selection.index is not None:
+        rows_NH = F.embedding(selection.index, rows_NH)  # as indexing, with a faster backward
+    logits_NV = F.linear(rows_NH, output.weight, output.bias)[:, : output.shape[-1]]
+    log_probs_NV = (logits_NV if slope == 1 else logits_NV * slope).log_softmax(-1)
+    found_N = log_probs_NV.gather(1, selection.labels[:, None])[:, 0]
+    entropy_N = None
+    if with_entropy:
+        entropy_N = -(log_probs_NV.exp() * log_probs_NV.clamp(min=LOG_OF_ZERO)).sum(-1)
+    return (
+        selection.put(found_N, copy=False).view(selection.shape),
+        None if entropy_N is None else selection.put(entropy_N, copy=False).view(selection.shape),
+    )
 
 
 def log_probs_and_entropy(

@@ -38,7 +38,7 @@ ACCELERATOR_LIMITS = PieceLimits(132 << 20, 64 << 20, min_columns=8192, column_m
 
 # Stands for -inf where p * log p is formed: its exponential is 0, in float64 too, and so is their product. Clamping to
 # it lets NaN through.
-_LOG_OF_ZERO = -1e4
+LOG_OF_ZERO = -1e4
 
 
 def piece_limits(device: torch.device) -> PieceLimits:
@@ -197,13 +197,13 @@ class RunningStatistics:
         below = torch.add(-reference.mul(factor)[:, None], logits, alpha=factor, out=out)
         moments = None
         if self.with_entropy:
-            below.clamp_(min=_LOG_OF_ZERO)
+            below.clamp_(min=LOG_OF_ZERO)
             weights = below.exp()
             sums, moments = weights.sum(1), weights.mul_(below).sum(1)
         else:
             sums = below.exp_().sum(1)
         if first_column > 0:
-            shift = top.sub(reference).mul_(factor).clamp_(min=_LOG_OF_ZERO)
+            shift = top.sub(reference).mul_(factor).clamp_(min=LOG_OF_ZERO)
             fade = shift.exp()
             moments = None if moments is None else moments + fade * (moment + total * shift)
             sums = sums + total * fade
@@ -265,7 +265,7 @@ def row_gradient_(raw: Tensor, rows: RowGradients, transform: LogitTransform, fi
         log_probs = torch.add(-log_normalizer[block, None], logits, alpha=factor, out=logits if in_place else None)
         weights = constant[block, None]
         if per_log_prob is not None:
-            log_probs.clamp_(min=_LOG_OF_ZERO)
+            log_probs.clamp_(min=LOG_OF_ZERO)
             weights = torch.addcmul(weights, log_probs, per_log_prob[block, None])
         if transform.soft_cap is not None:
             weights = weights * logits.square_().neg_().add_(1.0)  # here `logits` is the tanh, and ours to overwrite
@@ -297,7 +297,7 @@ def _row_coefficients(rows: RowGradients, transform: LogitTransform) -> tuple[Te
         constant = constant - rows.log_probs
         at_label = -rows.log_probs * torch.expm1(statistics.log_probs)
         if rows.entropy is not None and statistics.entropy is not None:
-            log_probs = statistics.log_probs.clamp(min=_LOG_OF_ZERO)
+            log_probs = statistics.log_probs.clamp(min=LOG_OF_ZERO)
             at_label = at_label - rows.entropy * log_probs.exp() * (log_probs + statistics.entropy)
         if transform.soft_cap is not None:
             squashed = (statistics.log_probs + statistics.log_normalizer) * (transform.temperature / transform.soft_cap)

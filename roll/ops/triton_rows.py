@@ -18,7 +18,7 @@ from roll.ops.softmax_rows import LogitTransform, RowGradients, RowStatistics
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOG_2 = tl.constexpr(0.6931471805599453)
-# As `softmax_rows._LOG_OF_ZERO`: its exponential, to base 2 or e, is 0, and so is their product.
+# As `softmax_rows.LOG_OF_ZERO`: its exponential, to base 2 or e, is 0, and so is their product.
 _LOG_OF_ZERO = tl.constexpr(-1e4)
 _MINUS_INF = tl.constexpr(float("-inf"))
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from log_probs_reference import TensorWatch, reference, relative_error
 from torch import Tensor
 
+from roll.ops import log_probs as log_probs_module
 from roll.ops import softmax_rows
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import (
@@ -398,3 +399,22 @@ def test_next_token_bad_input_is_named(change: dict[str, Any], message: str) -> 
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         next_token_log_probs(**{**good, **change})
+
+
+@pytest.mark.parametrize("size", [1.0, 60.0])
+def test_few_logits_and_many_are_computed_alike(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    """The plain operations for few logits against the tiles for many, also where probabilities vanish."""
+    hidden, weight, ids, mask = sequence_batch()
+    results = []
+    for limit in (1 << 18, 0):
+        monkeypatch.setattr(log_probs_module, "SMALL_NUMBER_OF_LOGITS", limit)
+        bias = random(11, seed=2).requires_grad_()
+        parts = [hidden.mul(size).requires_grad_(), weight.clone().requires_grad_(), bias]
+        output = LinearLogits(*parts, scale=1.5)
+        log_probs, entropy = next_token_log_probs(output, ids, mask, temperature=0.7, with_entropy=True)
+        assert entropy is not None
+        (log_probs.square() + 0.3 * entropy).sum().backward()
+        results.append([log_probs, entropy, *(part.grad for part in parts)])
+    for few, many in zip(*results, strict=True):
+        assert few.isfinite().all()
+        torch.testing.assert_close(few, many)

@@ -97,15 +97,18 @@ def split_to(plan: list[Rows], num_micro_batches: int, *, unit: int = 1) -> list
 
 def make_micro_batch(batch: DataProto, rows: Rows, *, round_to: int = 1) -> MicroBatch:
     """Select `rows` and narrow every tensor of the full width S, or S-1, to the columns that these rows attend to."""
-    # The whole batch as one micro-batch is the usual case, and needs no copy.
-    selected = batch.slice() if rows == list(range(len(batch))) else batch.select_idxs(rows)
+    is_all = rows == list(range(len(batch)))
+    selected = batch.slice() if is_all else batch.select_idxs(rows)
     attention_mask = selected["attention_mask"]
     full_width = attention_mask.shape[1]
-    first, stop = row_windows(attention_mask)
-    begin, end = int(first.min()), int(stop.max())
+    attended = (attention_mask != 0).any(dim=0).nonzero()[:, 0].tolist() or [0]
+    begin, end = attended[0], attended[-1] + 1
     # At least two columns, so that there is a prediction to make.
     end = min(full_width, max(end, begin + -(-(end - begin) // round_to) * round_to, begin + 2))
     begin = max(0, min(begin, end - 2))
+    if (begin, end) == (0, full_width):  # the usual case, and nothing to cut
+        selected.meta_info = batch.meta_info
+        return MicroBatch(selected, rows, begin, end)
     assert selected.batch is not None
     narrowed: dict[str, Tensor] = {}
     for key in selected.batch.keys():

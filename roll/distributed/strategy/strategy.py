@@ -35,6 +35,7 @@ from roll.engines.engine import Engine
 from roll.models.linear_head import use_linear_logits
 from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
 from roll.models.model_providers import default_tokenizer_provider
+from roll.models.token_tree import token_tree, use_token_tree
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
 from roll.utils.offload_states import OffloadStateType, includes
@@ -69,6 +70,7 @@ class InferenceStrategy(ABC):
         self.ranks = Ranks.alone(self.device)
         self.weight_channel: WeightChannel | None = None
         self.sync_plan = SyncPlan(())
+        self.shares_prefixes = False  # whether tokens that rows have in common are computed once
         self.policy_version = 0  # of the weights; whoever brings new ones sets it
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -91,11 +93,13 @@ class InferenceStrategy(ABC):
             training_args=self.worker_config.training_args,
             is_trainable=self.is_trainable,
         )
-        if (
-            self.strategy_config.get("linear_logits", True)
-            and base_model(self.model).get_output_embeddings() is not None
-        ):
-            use_linear_logits(self.model)
+        head = base_model(self.model).get_output_embeddings()
+        builds_logits = head is not None
+        if builds_logits and self.strategy_config.get("linear_logits", True):
+            builds_logits = not use_linear_logits(self.model)
+        # Spreading logits over the rows of a batch would copy them; hidden states and values are small.
+        if self.strategy_config.get("share_prefixes", self.device.type == "cpu") and not builds_logits:
+            self.shares_prefixes = use_token_tree(self.model)
 
     def join_ranks(self) -> None:
         """Meet the other ranks of this role; alone, nothing happens."""
@@ -146,6 +150,10 @@ class InferenceStrategy(ABC):
 
     def forward_model(self, data: DataProto) -> ModelOutput:
         """One forward pass of the model over a micro-batch; logits are not built when the head allows it."""
+        if self.shares_prefixes and data.meta_info["right_padded"]:
+            tree = token_tree(data["input_ids"].to(self.device), data["attention_mask"].to(self.device))
+            if tree is not None:
+                return tree.rows_of(self.model(**tree.model_inputs(), use_cache=False).logits)
         return self.model(**self._model_inputs(data), use_cache=False).logits
 
     def score(
