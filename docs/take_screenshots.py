@@ -15,8 +15,16 @@ from playwright.sync_api import Page, sync_playwright
 IMAGES = Path(__file__).with_name("images")
 
 
+# The view stands complete, and every curve in sight is drawn.
+READY = """() => document.body.dataset.ready && [...document.querySelectorAll(".chart")].every((chart) => {
+    const { top, bottom } = chart.getBoundingClientRect();
+    return bottom < 0 || top > innerHeight || chart.querySelector(".trace");
+})"""
+
+
 def picture(page: Page, name: str) -> None:
-    page.wait_for_timeout(800)
+    page.wait_for_function(READY)
+    page.wait_for_timeout(400)  # what has drawn itself may still move
     page.screenshot(path=IMAGES / f"{name}.png")
 
 

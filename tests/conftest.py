@@ -1,6 +1,7 @@
 """Makes the helper modules that lie directly in tests/ importable from every test file."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,3 +18,26 @@ def lone_process_group() -> Iterator[None]:
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For numbers that are compared to the last bit: sums over several threads may be added in another order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Fails a test that leaves a thread or a process behind."""
+    from process_checks import children
+
+    threads, processes = set(threading.enumerate()), {child.pid for child in children()}
+    yield
+    left = set(threading.enumerate()) - threads
+    assert [thread for thread in left if type(thread).__name__ != "TMonitor"] == []  # tqdm keeps that one
+    assert [child for child in children() if child.pid not in processes] == []

@@ -30,7 +30,7 @@ WIDTH = 14
 
 
 def make_batch(pipeline: str, *, rows: int = ROWS, width: int = WIDTH, seed: int = 0) -> DataProto:
-    """Right-padded rows of different lengths, two and two with one beginning, with the columns that the pipeline's loss reads."""
+    """Right-padded rows of different lengths, two and two alike at first, with the columns of the pipeline's loss."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, width + 1, (rows,), generator=generator)
     lengths[0] = width

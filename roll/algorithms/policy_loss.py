@@ -19,6 +19,7 @@ from roll.algorithms.masking import check_mask, masked_mean, segment_masked_mean
 from roll.ops.token_loss import TokenLossInputs, TokenLossKind, can_fuse, token_loss
 
 RATIO_TYPES = ("token", "segment", "sequence")
+NO_KERNEL = ("none", 0.0, 0.0, 0.0)  # of surrogates that the GPU kernel does not know
 STATISTICS = (
     *("ppo_ratio_high_clipfrac", "ppo_ratio_low_clipfrac", "ppo_ratio_clipfrac", "clipfrac"),
     *("ratio_mean", "ratio_max", "ratio_min", "approxkl", "policykl"),
@@ -53,7 +54,23 @@ class Surrogate(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOClip:
+class _AroundOne:
+    """Bounds at a distance from a ratio of 1."""
+
+    clip_low: float
+    clip_high: float
+
+    @property
+    def low(self) -> float:
+        return 1 - self.clip_low
+
+    @property
+    def high(self) -> float:
+        return 1 + self.clip_high
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClip(_AroundOne):
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv:1707.06347; unequal bounds: arXiv:2503.14476).
 
     For A < 0 that has no upper bound; `dual_clip` = c > 1 limits it to -c A (arXiv:1912.09729). As in ROLL, the dual
@@ -72,14 +89,6 @@ class PPOClip:
     @property
     def kernel(self) -> tuple[str, float, float, float]:
         return ("ppo" if self.dual_clip is None else "ppo_dual", self.low, self.high, self.dual_clip or 0.0)
-
-    @property
-    def low(self) -> float:
-        return 1 - self.clip_low
-
-    @property
-    def high(self) -> float:
-        return 1 + self.clip_high
 
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
         ratio_BT, advantages_BT = terms.ratio_BT, terms.advantages_BT
@@ -130,7 +139,7 @@ class TruncatedIS:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO:
+class CISPO(_AroundOne):
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p (arXiv:2506.13585): clipped tokens keep a gradient.
 
     With `drop_clipped` the tokens that PPO would clip (A > 0 above the range, A < 0 below it) are left out.
@@ -147,14 +156,6 @@ class CISPO:
     @property
     def kernel(self) -> tuple[str, float, float, float]:
         return ("cispo_drop" if self.drop_clipped else "cispo", self.low, self.high, 0.0)
-
-    @property
-    def low(self) -> float:
-        return 1 - self.clip_low
-
-    @property
-    def high(self) -> float:
-        return 1 + self.clip_high
 
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
         ratio_BT, advantages_BT = terms.ratio_BT.detach(), terms.advantages_BT
@@ -292,8 +293,6 @@ def policy_loss(
             check_mask(tensor, mask_BT, name)
     mask_BT, keep_BT = mask_BT.bool(), None if keep_BT is None else keep_BT.bool()
     kept_BT = mask_BT if keep_BT is None else mask_BT & keep_BT
-    num_tokens = count_tokens(mask_BT) if num_tokens is None else num_tokens
-    num_sequences = count_sequences(mask_BT) if num_sequences is None else num_sequences
     inputs = TokenLossInputs(
         old_log_probs_BT=old_log_probs_BT,
         advantages_BT=advantages_BT,
@@ -302,47 +301,62 @@ def policy_loss(
         is_weight_BT=is_weight_BT,
         ref_log_probs_BT=ref_log_probs_BT,
         sample_weights_B=sample_weights_B,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        norm_factor=mask_BT.shape[-1] if norm_factor is None else norm_factor,
+        num_tokens=count_tokens(mask_BT) if num_tokens is None else num_tokens,
+        num_sequences=count_sequences(mask_BT) if num_sequences is None else num_sequences,
+        norm_factor=max(mask_BT.shape[-1], 1) if norm_factor is None else norm_factor,
     )
-    if can_fuse(log_probs_BT, entropy_BT, inputs) and hasattr(surrogate, "kernel"):
-        kind = TokenLossKind(
-            surrogate=surrogate.kernel,
-            low=surrogate.low,
-            high=surrogate.high,
-            ratio_type=ratio_type,
-            agg_mode=agg_mode,
-            kl_kind=KL_KINDS.get(kl_kind, "unknown"),
-            pg_coef=pg_coef,
-            kl_coef=kl_coef,
-            entropy_coef=entropy_coef,
-        )
-        if _is_known(kind, inputs):
-            return _fused_policy_loss(log_probs_BT, entropy_BT, inputs, kind, kept_BT)
+    kind = TokenLossKind(
+        surrogate=getattr(surrogate, "kernel", NO_KERNEL),
+        low=surrogate.low,
+        high=surrogate.high,
+        ratio_type=ratio_type,
+        agg_mode=agg_mode,
+        kl_kind=KL_KINDS.get(kl_kind, kl_kind),
+        pg_coef=pg_coef,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+    )
+    if can_fuse(log_probs_BT, entropy_BT, inputs) and _is_known(kind, inputs):
+        return _fused_policy_loss(log_probs_BT, entropy_BT, inputs, kind, kept_BT)
+    return _plain_policy_loss(log_probs_BT, entropy_BT, inputs, kind, kept_BT, surrogate)
 
-    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "norm_factor": norm_factor}
-    log_probs_BT, advantages_BT = select(log_probs_BT, kept_BT), select(advantages_BT, kept_BT)
-    token_log_ratio_BT = log_probs_BT - select(old_log_probs_BT, kept_BT)
-    log_ratio_BT, ratio_BT = importance_ratio(token_log_ratio_BT, mask_BT, ratio_type=ratio_type, keep_BT=keep_BT)
+
+def _plain_policy_loss(
+    log_probs_BT: Tensor,
+    entropy_BT: Tensor | None,
+    inputs: TokenLossInputs,
+    kind: TokenLossKind,
+    kept_BT: Tensor,
+    surrogate: Surrogate,
+) -> PolicyLoss:
+    """The definition of the loss. `kept_BT` are the tokens of `inputs` that take part."""
+
+    def aggregate(values_BT: Tensor, weights_B: Tensor | None = None) -> Tensor:
+        counts = {name: getattr(inputs, name) for name in ("num_tokens", "num_sequences", "norm_factor")}
+        return aggregate_loss(values_BT, kept_BT, kind.agg_mode, weights_B=weights_B, **counts)
+
+    log_probs_BT, advantages_BT = select(log_probs_BT, kept_BT), select(inputs.advantages_BT, kept_BT)
+    token_log_ratio_BT = log_probs_BT - select(inputs.old_log_probs_BT, kept_BT)
+    log_ratio_BT, ratio_BT = importance_ratio(
+        token_log_ratio_BT, inputs.mask_BT, ratio_type=kind.ratio_type, keep_BT=inputs.keep_BT
+    )
     loss_BT, clipped_BT = surrogate(TokenTerms(log_probs_BT, log_ratio_BT, ratio_BT, advantages_BT))
-    if is_weight_BT is not None:
-        loss_BT = loss_BT * select(is_weight_BT, kept_BT, fill=1.0)
-    pg = weighted_pg = aggregate_loss(loss_BT, kept_BT, agg_mode, **counts)
-    if sample_weights_B is not None:
-        weighted_pg = aggregate_loss(loss_BT, kept_BT, agg_mode, weights_B=sample_weights_B, **counts)
+    if inputs.is_weight_BT is not None:
+        loss_BT = loss_BT * select(inputs.is_weight_BT, kept_BT, fill=1.0)
+    pg = weighted_pg = aggregate(loss_BT)
+    if inputs.sample_weights_B is not None:
+        weighted_pg = aggregate(loss_BT, inputs.sample_weights_B)
 
     total, kl, entropy = weighted_pg, None, None
-    if ref_log_probs_BT is not None:
+    if inputs.ref_log_probs_BT is not None:
         # Without a coefficient the KL is only reported: no graph is kept for it.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and kl_coef != 0):
-            kl_BT = approx_kl(log_probs_BT, ref_log_probs_BT, kind=kl_kind, mask=kept_BT)
-            kl = aggregate_loss(kl_BT, kept_BT, agg_mode, **counts)
-        total = total + kl_coef * kl if kl_coef != 0 else total
-    total = pg_coef * total
+        with torch.set_grad_enabled(torch.is_grad_enabled() and kind.kl_coef != 0):
+            kl = aggregate(approx_kl(log_probs_BT, inputs.ref_log_probs_BT, kind=kind.kl_kind, mask=kept_BT))
+        total = total + kind.kl_coef * kl if kind.kl_coef != 0 else total
+    total = kind.pg_coef * total
     if entropy_BT is not None:
-        entropy = aggregate_loss(entropy_BT, kept_BT, agg_mode, **counts)
-        total = total - entropy_coef * entropy if entropy_coef != 0 else total
+        entropy = aggregate(entropy_BT)
+        total = total - kind.entropy_coef * entropy if kind.entropy_coef != 0 else total
     return PolicyLoss(
         total=total,
         total_value=total.detach(),
@@ -356,17 +370,18 @@ def policy_loss(
             log_ratio_BT=token_log_ratio_BT.detach(),
             ratio_BT=ratio_BT.detach(),
             clipped_BT=clipped_BT,
-            low=surrogate.low,
-            high=surrogate.high,
+            low=kind.low,
+            high=kind.high,
         ),
     )
 
 
 def _is_known(kind: TokenLossKind, inputs: TokenLossInputs) -> bool:
-    """Whether nothing is wrong with the arguments; if something is, the plain version finds the words for it."""
+    """Whether the kernel has such a loss, and nothing is wrong with it; the plain version finds the words for that."""
     weights_B, norm_factor = inputs.sample_weights_B, inputs.norm_factor
     return (
-        kind.ratio_type in RATIO_TYPES
+        kind.surrogate != NO_KERNEL
+        and kind.ratio_type in RATIO_TYPES
         and kind.agg_mode in AGGREGATION_MODES
         and (inputs.ref_log_probs_BT is None or kind.kl_kind in ("kl", "abs", "mse", "k3"))
         and (isinstance(norm_factor, Tensor) or norm_factor > 0)

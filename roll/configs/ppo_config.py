@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -220,13 +220,17 @@ class PPOConfig(BaseConfig):
         rows_per_rank = self.rollout_batch_size * self.samples_per_prompt // self.actor_train.dp_size
         several_steps = rows_per_rank // self.actor_train.rows_per_optimizer_step > 1
         needed = self.adv_estimator in ("step_reinforce", "gigpo") or several_steps or self.init_kl_coef > 0
-        return needed or self.enable_old_logprobs_recompute
+        # With async_pipeline the policy that samples is not the one that is trained, so the loss needs both.
+        return needed or self.async_pipeline or self.enable_old_logprobs_recompute
 
     def _problems(self) -> list[Problem]:
         problems = super()._problems()
         if self.async_pipeline and self.generate_opt_level != 1:
             expected = "1, because async_generation_ratio is above 0"
             problems.append(wrong("generate_opt_level", self.generate_opt_level, expected))
+        if self.async_pipeline and self.backend == "local":
+            expected = '"ray" or "auto", because roles in one process take turns and async_generation_ratio is above 0'
+            problems.append(wrong("backend", "local", expected))
         if self.pg_clip is None and not self.use_pg_clip_range:
             problems.append(wrong("pg_clip", None, "a number, because use_pg_clip_range is off"))
         if self.critic_warmup >= self.max_steps:
@@ -277,6 +281,11 @@ class PPOConfig(BaseConfig):
         return plans
 
     @property
+    def execution_backend(self) -> Literal["local", "ray"]:
+        """Where workers run, decided: also on Ray where generation goes on while the policy is trained."""
+        return "ray" if self.async_pipeline and self.backend == "auto" else super().execution_backend
+
+    @property
     def samples_per_prompt(self) -> int:
         return 1
 
@@ -297,6 +306,12 @@ class PPOConfig(BaseConfig):
         if not self.log_probs_at_sampling_temperature or sampling is None or not sampling.do_sample:
             return 1.0
         return sampling.temperature or 1.0
+
+    @property
+    def advantage_settings(self) -> dict[str, Any]:
+        """What the estimator of advantages is told, under the names of `compute_advantage`'s arguments."""
+        names = ("gamma", "lambd", "adv_estimator", "advantage_clip", "whiten_advantages", "whiten_rewards")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def async_pipeline(self) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
@@ -166,6 +168,22 @@ def pad_rows(rows: Sequence[Sequence[int] | np.ndarray | Tensor], width: int, va
         if len(row):
             target[slice(0, len(row)) if side == "right" else slice(width - len(row), width)] = np.asarray(row)
     return torch.from_numpy(padded)
+
+
+def placed(
+    rows: Sequence[Sequence[float]], first: int | np.ndarray, width: int, fill: float, dtype: DTypeLike
+) -> np.ndarray:
+    """(len(rows), width), filled with `fill`, and each row's values from its column `first` on.
+
+    Example: placed([[5, 6], [7]], np.array([1, 0]), 3, 0, int) is [[0, 5, 6], [7, 0, 0]].
+    """
+    lengths = np.array([len(row) for row in rows])
+    flat = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=int(lengths.sum()))
+    row_of = np.repeat(np.arange(len(rows)), lengths)
+    offset = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    table = np.full((len(rows), width), fill, dtype=dtype)
+    table[row_of, offset + np.repeat(np.broadcast_to(first, len(rows)), lengths)] = flat
+    return table
 
 
 def positions(attention_mask: Tensor) -> Tensor:

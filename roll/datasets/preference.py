@@ -22,14 +22,11 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
-from roll.datasets.chat_template import ChatTemplate, get_chat_template, tokenize_rendered
+from roll.datasets.chat_template import ChatTemplate, get_chat_template
 from roll.datasets.preference_rows import (
     PreferenceColumns,
     PreferenceRow,
@@ -41,16 +38,13 @@ from roll.datasets.preference_rows import (
 )
 from roll.datasets.summary import DataSummary, LengthStats
 from roll.datasets.table import Table
+from roll.datasets.tokenizing import tokenize_rows
 from roll.exceptions import ConfigError, DataError
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
     from transformers import PreTrainedTokenizerBase
 
 Overlong = Literal["drop", "truncate_answer", "truncate_prompt"]
-
-_ROWS_PER_BLOCK = 256
-# Fewer rows than this are ready before a progress bar could be read.
-_ROWS_FOR_PROGRESS = 4 * _ROWS_PER_BLOCK
 
 
 class PreferencePair(TypedDict):
@@ -169,15 +163,12 @@ def encode_preferences(
     rendered = _render_rows(table, columns, chat_template, dict(template_options or {}), summary)
     builder = _Builder(max_length, overlong, tokenizer.bos_token_id, summary)
 
-    show = show_progress and len(table) >= _ROWS_FOR_PROGRESS
-    with Progress(console=Console(stderr=True), transient=True, disable=not show) as progress:
-        task = progress.add_task("Encoding preference pairs", total=len(table))
-        while block := list(islice(rendered, _ROWS_PER_BLOCK)):
-            texts = chain.from_iterable((pair.prompt, pair.chosen, pair.rejected) for pair in block)
-            ids = tokenize_rendered(tokenizer, list(texts))
-            for i, pair in enumerate(block):
-                builder.add(pair, prompt=ids[3 * i], chosen=ids[3 * i + 1], rejected=ids[3 * i + 2])
-            progress.update(task, completed=summary.rows_read)
+    title = "Encoding preference pairs" if show_progress else ""
+    texts = tokenize_rows(
+        tokenizer, rendered, lambda p: (p.prompt, p.chosen, p.rejected), summary, title=title, total=len(table)
+    )
+    for pair, (prompt, chosen, rejected) in texts:
+        builder.add(pair, prompt=prompt, chosen=chosen, rejected=rejected)
     return builder.build(table.name)
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from roll.datasets.chat_template import get_chat_template, tokenize_rendered
+from roll.datasets.chat_template import get_chat_template
 from roll.datasets.collator import LABEL_PAD
 from roll.datasets.preference_rows import num_shared
 from roll.datasets.prompts import PromptColumns
 from roll.datasets.summary import DataSummary, LengthStats
 from roll.datasets.table import Row, Table
+from roll.datasets.tokenizing import tokenize_rows
 from roll.exceptions import DataError
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
     from transformers import PreTrainedTokenizerBase
-
-_ROWS_PER_BLOCK = 256
 
 
 class PromptAnswer(TypedDict):
@@ -81,18 +79,14 @@ def encode_answers(
                 raise DataError(f"{table.where(index)}: {error}") from error
 
     rows: list[PromptAnswer] = []
-    rendered = texts()
-    while block := list(islice(rendered, _ROWS_PER_BLOCK)):
-        ids = tokenize_rendered(tokenizer, [text for _, prompt, full in block for text in (prompt, full)])
-        for i, (index, _, _) in enumerate(block):
-            prompt_ids, full_ids = ids[2 * i], ids[2 * i + 1]
-            prompt_len = num_shared(prompt_ids, full_ids)
-            if len(full_ids) > max_length or prompt_len == len(full_ids):
-                summary.drop("too_long" if len(full_ids) > max_length else "empty_answer", table.where(index))
-                continue
-            labels = np.asarray(full_ids, dtype=np.int32)
-            labels[:prompt_len] = LABEL_PAD
-            rows.append({"input_ids": np.asarray(full_ids, dtype=np.int32), "labels": labels})
+    for (index, _, _), (prompt_ids, full_ids) in tokenize_rows(tokenizer, texts(), lambda row: row[1:], summary):
+        prompt_len = num_shared(prompt_ids, full_ids)
+        if len(full_ids) > max_length or prompt_len == len(full_ids):
+            summary.drop("too_long" if len(full_ids) > max_length else "empty_answer", table.where(index))
+            continue
+        labels = np.asarray(full_ids, dtype=np.int32)
+        labels[:prompt_len] = LABEL_PAD
+        rows.append({"input_ids": np.asarray(full_ids, dtype=np.int32), "labels": labels})
     if not rows:
         raise DataError(f"{table.name}: no row is left to train on.\n{summary}")
     summary.kept = len(rows)

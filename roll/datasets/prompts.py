@@ -13,18 +13,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
-from roll.datasets.chat_template import ChatTemplate, get_chat_template, tokenize_rendered
+from roll.datasets.chat_template import ChatTemplate, get_chat_template
 from roll.datasets.messages import Message, parse_messages
 from roll.datasets.sampler import EpochSampler
 from roll.datasets.summary import DataSummary, LengthStats
 from roll.datasets.table import Row, Table
+from roll.datasets.tokenizing import tokenize_rows
 from roll.exceptions import DataError
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
@@ -33,9 +31,6 @@ if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is 
 PROMPT_COLUMNS = ("prompt", "messages")
 GROUND_TRUTH = "ground_truth"
 EVERYTHING = "all"  # the one pool that prompts are drawn from when no shares are given
-
-_ROWS_PER_BLOCK = 256
-_ROWS_FOR_PROGRESS = 4 * _ROWS_PER_BLOCK
 
 DomainOf = Callable[[Row], str]
 
@@ -179,23 +174,18 @@ def encode_prompts(
     longest = 0
 
     rendered = _render(table, columns, default, templates, domain_of, template_options, summary)
-    show = show_progress and len(table) >= _ROWS_FOR_PROGRESS
-    with Progress(console=Console(stderr=True), transient=True, disable=not show) as progress:
-        task = progress.add_task("Encoding prompts", total=len(table))
-        while block := list(islice(rendered, _ROWS_PER_BLOCK)):
-            for (index, text, domain), ids in zip(
-                block, tokenize_rendered(tokenizer, [text for _, text, _ in block]), strict=True
-            ):
-                longest = max(longest, len(ids))
-                if len(ids) > max_length or not ids:
-                    summary.drop("too_long" if ids else "empty_prompt", table.where(index))
-                    continue
-                tokens.extend(ids)
-                lengths.append(len(ids))
-                origins.append(index)
-                texts.append(text)
-                domains.append(domain)
-            progress.update(task, completed=summary.rows_read)
+    title = "Encoding prompts" if show_progress else ""
+    rows = tokenize_rows(tokenizer, rendered, lambda row: row[1:2], summary, title=title, total=len(table))
+    for (index, text, domain), (ids,) in rows:
+        longest = max(longest, len(ids))
+        if len(ids) > max_length or not ids:
+            summary.drop("too_long" if ids else "empty_prompt", table.where(index))
+            continue
+        tokens.extend(ids)
+        lengths.append(len(ids))
+        origins.append(index)
+        texts.append(text)
+        domains.append(domain)
     if not lengths:
         raise DataError(
             f"{table.name}: no prompt is left. The longest of them has {longest:,} tokens and prompt_length is "

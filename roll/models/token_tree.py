@@ -125,11 +125,12 @@ def use_token_tree(model: nn.Module) -> bool:
     """Makes a causal model of `transformers`, or a `PeftModel` around one, take `TokenTree.model_inputs`, in place.
 
     Any other input is computed as before. False, and nothing changes, for models that are not known to mix tokens by
-    full attention alone, or whose attention is not torch's.
+    full attention alone, that do not answer for every token, or whose attention is not torch's.
     """
     config: Any = base_model(model).config
     is_known = (
         config.model_type in MODEL_TYPES
+        and type(base_model(model)).__name__.endswith(("ForCausalLM", "ForTokenClassification"))
         and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         and getattr(config, "sliding_window", None) is None
     )

@@ -214,24 +214,30 @@ class BasePipeline:
                 step = self.global_step
                 yield step
                 assert self.global_step == step + 1, f"end_step({step}) was not called"
+            if self.is_interrupted:  # perhaps too late for `end_step` to see
+                self.save_checkpoint()
             self._progress = None
 
     def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log what happened in this step, show it, and save a checkpoint if one is due."""
-        done = step + 1
-        self.log(step, {**metrics, "system/step": done})
-        self.global_step = done
+        self.global_step = done = step + 1
         config = self.pipeline_config
+        is_due = done % config.save_steps == 0 or done == config.max_steps or self._stop_reason is not None
+        # Models come before the step's line, which has their times; what makes the checkpoint complete comes after it,
+        # so that a run that goes on from there has the line.
+        if is_due:
+            self._save_models()
+        self.log(step, {**metrics, "system/step": done})
         if self._progress is not None:
             self._progress.update(done, {untagged(name): value for name, value in self.logged.items()})
-        if done % config.save_steps == 0 or done == config.max_steps or self._stop_reason is not None:
-            self.save_checkpoint()
+        if is_due:
+            self._complete_checkpoint()
         if self._saved_step == done or time.monotonic() - self._info_written > _INFO_INTERVAL:
             self._folder.update_info(last_step=done)
             self._info_written = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Reduce metrics to numbers and write them as one line for `step`, with the times of the last checkpoint."""
+        """Reduce metrics to numbers and write them as one line for `step`, with the times of a checkpoint before it."""
         reduced = reduce_metrics({**metrics, **self._pending})
         self._pending = {}
         self.logged = {name: value for name, value in reduced.items() if isinstance(value, float | int)}
@@ -273,15 +279,19 @@ class BasePipeline:
         if keep:
             self.kept_steps = {done}
         if self._saved_step != done:
-            timings: dict[str, Any] = {}
-            for cluster in self._checkpoint_clusters:
-                for worker_timings in cluster.do_checkpoint(done):
-                    timings |= worker_timings
-            limit = self.pipeline_config.max_ckpt_to_keep
-            save_pipeline_state(self.run_dir, done, self.states(), max_ckpt_to_keep=limit, keep_steps=self.kept_steps)
-            self._saved_step = done
-            self._pending |= timings
+            self._save_models()
+            self._complete_checkpoint()
         return checkpoint_folder(self.run_dir, done)
+
+    def _save_models(self) -> None:
+        for cluster in self._checkpoint_clusters:
+            for timings in cluster.do_checkpoint(self.global_step):
+                self._pending |= timings
+
+    def _complete_checkpoint(self) -> None:
+        limit, done = self.pipeline_config.max_ckpt_to_keep, self.global_step
+        save_pipeline_state(self.run_dir, done, self.states(), max_ckpt_to_keep=limit, keep_steps=self.kept_steps)
+        self._saved_step = done
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -300,8 +310,6 @@ class BasePipeline:
             model: the folder of the model to name, if it is not that of the newest checkpoint.
         """
         is_done = self.global_step >= self.pipeline_config.max_steps
-        if self._pending:
-            self.log(self.global_step, {})
         self.close("stopped" if self.is_interrupted else "finished")
         report = self._write_report()
         model = model or self.model_folder()

@@ -20,6 +20,7 @@ from roll.algorithms.policy_loss import (
     policy_statistics,
 )
 from roll.distributed.scheduler.protocol import DataProto
+from roll.utils.metrics.reduction import reduce_metrics
 from roll.utils.scalars import to_floats
 
 Metrics = dict[str, float]
@@ -148,6 +149,21 @@ def sampling_metrics(
         "actor/sampling_gap_max@max": gap_BT.abs().max(),
         "actor/sampling_ratio_error@sum": error_BT.sum() / num_tokens,
         "actor/sampling_ratio_error_max@max": error_BT.max(),
+    }
+
+
+def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The gap between sampling and training at the first update, under the names of the run's log.
+
+    `rollout/logprob_gap/mean` and `/max` are |log p_train - log p_sampling| over response tokens, and
+    `actor/first_ratio_error` is the mean of |p_train / p_sampling - 1|. {} where the engine gave no log-probabilities.
+    """
+    reduced = reduce_metrics({key: value for key, value in metrics.items() if key.startswith("actor/first_")})
+    if "actor/first_gap@sum" not in reduced:
+        return {}
+    return {
+        "rollout/logprob_gap/mean": reduced["actor/first_gap@sum"],
+        "rollout/logprob_gap/max": reduced.get("actor/first_gap_max@max", 0.0),
     }
 
 

@@ -15,7 +15,7 @@ The usual order in a pipeline:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ from roll.utils.sequences import (
 )
 
 if TYPE_CHECKING:
+    from roll.configs.ppo_config import PPOConfig
     from roll.distributed.scheduler.protocol import DataProto
     from roll.utils.kl_controller import KLController
 
@@ -115,51 +116,6 @@ Metrics = dict[str, float]
 logger = get_logger(__name__)
 
 
-class TokenRewardSettings(Protocol):
-    """What `compute_token_reward` reads of a pipeline's config."""
-
-    @property
-    def add_token_level_kl(self) -> bool: ...
-
-    @property
-    def kl_penalty(self) -> str: ...
-
-    @property
-    def reward_clip(self) -> float | None: ...
-
-
-class RewardSettings(Protocol):
-    """What `reward_postprocess` reads of a pipeline's config."""
-
-    @property
-    def adv_estimator(self) -> str: ...
-
-    @property
-    def norm_mean_type(self) -> str | None: ...
-
-    @property
-    def norm_std_type(self) -> str | None: ...
-
-    @property
-    def reward_clip(self) -> float | None: ...
-
-    @property
-    def actor_infer(self) -> Any: ...  # .generating_args.num_return_sequences, read only if rows have no group ids
-
-
-class SampleMaskSettings(Protocol):
-    """What `get_sample_level_mask` reads of a pipeline's config; thresholds only if their mask is on."""
-
-    @property
-    def max_len_mask(self) -> bool: ...
-
-    @property
-    def difficulty_mask(self) -> bool: ...
-
-    @property
-    def error_max_len_clip(self) -> bool: ...
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # response-level rewards
 
@@ -167,7 +123,7 @@ class SampleMaskSettings(Protocol):
 @torch.no_grad()
 def reward_postprocess(
     data: DataProto,
-    pipeline_config: RewardSettings,
+    pipeline_config: PPOConfig,
     running_ctrl: RunningMoments | Mapping[str, RunningMoments] | None,
 ) -> tuple[DataProto, Metrics]:
     """Normalise and clip `response_level_rewards` (B,).
@@ -244,13 +200,14 @@ def group_reward_norm(
 
 
 @torch.no_grad()
-def get_sample_level_mask(data: DataProto, pipeline_config: SampleMaskSettings) -> tuple[DataProto, Metrics]:
+def get_sample_level_mask(data: DataProto, pipeline_config: Any) -> tuple[DataProto, Metrics]:
     """Leave out whole rows: those cut off at the maximal length, too easy or too hard ones, and long wrong ones.
 
     What was cut off is what `finish_reason` says, or, without that column, rows that fill the width of `responses`.
     Writes `final_response_mask` (B, T), `response_mask[:, 1:]` without the rows left out, and `origin_response_mask`.
+    The config is read for `max_len_mask`, `difficulty_mask`, `error_max_len_clip`, and for the thresholds of those on.
     """
-    cfg: Any = pipeline_config  # thresholds are read only where their mask is on
+    cfg = pipeline_config
     response_mask = column(data, "response_mask")
     mask_BT = response_mask[:, 1:]
     everything_B = torch.ones(len(mask_BT), dtype=torch.bool, device=mask_BT.device)
@@ -299,7 +256,7 @@ def difficulty_mask(
 
 @torch.no_grad()
 def compute_token_reward(
-    data: DataProto, pipeline_config: TokenRewardSettings, kl_ctrl: KLController
+    data: DataProto, pipeline_config: PPOConfig, kl_ctrl: KLController
 ) -> tuple[DataProto, Metrics]:
     """Put the response's reward on its last token and subtract the KL penalty: `token_level_rewards` (B, T).
 
@@ -480,7 +437,7 @@ def agg_loss(
     )
 
 
-def _reward_clip(config: TokenRewardSettings | RewardSettings) -> float | None:
+def _reward_clip(config: PPOConfig) -> float | None:
     """The clip limit of rewards; 0 means none."""
     reward_math.check_clip(config.reward_clip, "reward_clip")
     return config.reward_clip or None

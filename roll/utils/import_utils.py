@@ -1,6 +1,7 @@
 """Classes named by dotted path, as configuration files name worker classes."""
 
 import importlib
+from typing import Any
 
 from roll.exceptions import ConfigError
 from roll.utils.logging import get_logger
@@ -11,18 +12,24 @@ def import_class(path: str) -> type:
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{path!r} is not a dotted path to a class; expected 'package.module.Class'")
+    return import_from(module_name, class_name, named=repr(path))
+
+
+def import_from(module_name: str, name: str, *, named: str) -> Any:
+    """What a module calls `name`, which may have dots; a ConfigError that begins with `named` if there is no such."""
     try:
-        module = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A module that exists and fails on an import of its own is that module's news, not a wrong path.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"{path!r}: there is no module {error.name!r}; check the spelling, or put its folder on PYTHONPATH"
+            f"{named}: there is no module {error.name!r}; check the spelling, or put its folder on PYTHONPATH"
         ) from error
-    found = getattr(module, class_name, None)
-    if found is None:
-        raise ConfigError(f"{path!r}: module {module_name} has no {class_name!r}")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise ConfigError(f"{named}: module {module_name} has no {name!r}")
     return found
 
 

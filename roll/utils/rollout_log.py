@@ -221,7 +221,7 @@ def _row_facts(batch: DataProto) -> list[dict[str, Any]]:
     tags, domains, truths = column("tag", "tags"), column("domain"), column("ground_truth", "answer")
     reasons, versions = column("finish_reason"), column("policy_version")
     parts, drops = column("reward_parts"), column("drop_reason", "dropped")
-    step_scores, turns = column("step_scores"), column("turns")
+    step_scores, turns, ranked = column("step_scores"), column("turns"), column("ranked")
     return [
         {
             "sample": str(samples[i]) if samples[i] is not None else f"row-{i}",
@@ -238,6 +238,7 @@ def _row_facts(batch: DataProto) -> list[dict[str, Any]]:
             "advantage": None,
             "step_scores": step_scores[i],
             "turns": turns[i],
+            **({"ranked": ranked[i]} if "ranked" in batch else {}),  # whether a pair is in the right order
         }
         for i in range(num_rows)
     ]

@@ -129,6 +129,7 @@ def pack_step(file: RolloutFile, problem: Callable[[str], None]) -> PackedStep:
             "dropped",
             "tag",
             "domain",
+            "ranked",
             "preview",
             "piece",
             "index",
@@ -206,7 +207,7 @@ def _row(record: dict[str, Any], tokens: _Tokens | None) -> list[Any]:
         significant(as_number(record.get("score")), 4),
         significant(as_number(record.get("advantage")), 4),
         trained,
-        *(_text(record, key)[:PREVIEW] or None for key in ("finish_reason", "dropped", "tag", "domain")),
+        *(_text(record, key)[:PREVIEW] or None for key in ("finish_reason", "dropped", "tag", "domain", "ranked")),
         preview,
     ]
 

@@ -178,9 +178,12 @@ def test_the_mask_covers_the_answer_exactly(prompt: str, chosen: str, rejected: 
         # The ids are those of the whole text: what the model meets when it answers.
         assert ids.tolist() == TOKENIZER(head + text + end, add_special_tokens=False)["input_ids"]
         masked = TOKENIZER.decode(ids[prompt_len:])
-        # Nothing of the answer is left out, and of the prompt at most the token that reaches into the answer is in.
+        # Nothing of the answer is left out, and of the prompt only what is cut into other tokens once it is there: for
+        # "0? " and "1" these are "0", "? " alone, and "0", "?", " 1" together.
         assert masked.endswith(text + end)
-        assert len(TOKENIZER.decode(ids[prompt_len + 1 :])) <= len(text + end)
+        alone = TOKENIZER(head, add_special_tokens=False)["input_ids"]
+        assert ids[:prompt_len].tolist() == alone[:prompt_len]
+        assert prompt_len == len(alone) or ids[prompt_len] != alone[prompt_len]
         if TOKENIZER.decode(ids[:prompt_len]) == head:
             assert masked == text + end
 

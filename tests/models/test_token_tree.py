@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GemmaConfig,
     MistralConfig,
@@ -177,6 +178,7 @@ def test_padded_and_cached_forwards_are_as_before():
         lambda: tiny_model("cohere"),
         lambda: tiny_model("qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=1),
         lambda: tiny_model("llama", attn_implementation="eager"),
+        lambda: AutoModelForSequenceClassification.from_config(tiny_config("qwen2", num_labels=1)),
     ],
 )
 def test_other_models_stay_as_they_are(make):

@@ -269,12 +269,36 @@ def test_clusters_of_roles_are_made_initialized_saved_and_ended(tmp_path):
         pipeline.make_cluster("critic")
     pipeline.run()
     assert sorted(path.name for path in (tmp_path / "exp").glob("echo-*")) == ["echo-4", "echo-6"]
-    # The time that saving took stands in the line of the step after it; the last in a line of its own.
+    # The time that saving took stands in the line of the step that was saved.
     timed = {x["step"]: x.get("time/echo/do_checkpoint/total") for x in read_metrics(tmp_path / "exp/metrics.jsonl")}
-    assert timed == {0: None, 1: None, 2: None, 3: None, 4: 0.25, 5: None, 6: 0.25}
+    assert timed == {0: None, 1: None, 2: None, 3: 0.25, 4: None, 5: 0.25}
     with pytest.raises(Exception, match="was shut down"):
         pipeline.actor_train.where()
     assert pipeline.model_folder() == tmp_path / "exp" / "checkpoints" / "checkpoint-6" / "actor_train"
+
+
+def test_a_checkpoint_is_complete_only_when_the_line_of_its_step_is_there(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("roll.pipeline.base_pipeline.save_pipeline_state", full)
+    with pytest.raises(OSError, match="no space left"):
+        run(make_config(tmp_path))
+    assert steps_of(tmp_path / "exp") == [0, 1, 2, 3]
+    assert complete_checkpoints(tmp_path / "exp") == []
+
+
+def test_ctrl_c_after_the_step_was_logged_saves_it_too(tmp_path):
+    class Late(Counter):
+        def log(self, step, metrics):
+            logged = super().log(step, metrics)
+            if step == 1:
+                signal.raise_signal(signal.SIGINT)
+            return logged
+
+    run(make_config(tmp_path), Late, progress=False)
+    assert [path.name for path in complete_checkpoints(tmp_path / "exp")] == ["checkpoint-2"]
+    assert RunFolder(tmp_path / "exp").info()["status"] == "stopped" and steps_of(tmp_path / "exp") == [0, 1]
 
 
 def test_missing_gpus_are_an_error_with_the_override_that_helps(tmp_path):

@@ -1,10 +1,7 @@
-"""The report in a real browser: headless Chromium, driven by playwright.
-
-Set ROLL_SCREENSHOTS to a folder to keep pictures of what the tests see.
-"""
+"""The report in a real browser. See tests/browser_reader.py for how these tests wait, and for two switches."""
 
 import json
-import os
+import re
 import shutil
 import statistics
 import sys
@@ -14,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_reader import CHROMIUM, THROTTLE, Reader, drawn, expect, sync_api
 from synthetic_run import (
     HOSTILE,
     answer,
@@ -29,12 +27,9 @@ from roll.viewer import build_report, report
 from roll.viewer.server import ReportServer
 
 np = pytest.importorskip("numpy")
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
 
-LIGHT = {"width": 1280, "height": 860}
 PHONE = {"width": 390, "height": 844}
 
 
@@ -59,43 +54,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Reader:
-    """A page with everything that its console said."""
-
-    def __init__(self, browser: Any, **options: Any) -> None:
-        options.setdefault("viewport", LIGHT)
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.errors: list[str] = []
-        self.requests: list[str] = []
-        self.page.on(
-            "console", lambda message: message.type in ("error", "warning") and self.errors.append(message.text)
-        )
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.errors.append(f"dialog {dialog.message}"))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-
-    def open(self, page: Path | str, view: str = "") -> Any:
-        self.page.goto(f"{page.as_uri() if isinstance(page, Path) else page}{view}")
-        self.page.wait_for_selector("body[data-ready]")
-        return self.page
-
-    def go(self, view: str) -> None:
-        """Another place of the open page, as a link would."""
-        self.page.evaluate("hash => { delete document.body.dataset.ready; location.hash = hash; }", view)
-        self.page.wait_for_selector("body[data-ready]")
-
-    def picture(self, name: str) -> None:
-        folder = os.environ.get("ROLL_SCREENSHOTS")
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self.page.wait_for_timeout(400)
-            self.page.screenshot(path=str(Path(folder) / f"{name}.png"))
-
-    def texts(self, selector: str) -> list[str]:
-        return self.page.locator(selector).all_inner_texts()
-
-
 @pytest.fixture
 def reader(browser: Any) -> Iterator[Reader]:
     opened = Reader(browser)
@@ -104,45 +62,55 @@ def reader(browser: Any) -> Iterator[Reader]:
     assert opened.errors == [], "the console of the page has errors"
 
 
-def drawn(page: Any, count: int) -> None:
-    """Wait until that many curves are on the page."""
-    page.wait_for_function(
-        "count => document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= count", arg=count
-    )
-
-
 def test_from_the_curve_to_the_token(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html")
-    assert page.title() == "reverse-digits – roll report"
-    assert "Nothing looks wrong" in page.inner_text(".health")
+    expect(page).to_have_title("reverse-digits – roll report")
+    reader.see(".health", "Nothing looks wrong")
     drawn(page, 6)
     reader.picture("overview")
-    page.click("text=Samples >> visible=true")
-    page.wait_for_selector("body[data-ready=samples] .bubble.response")
-    assert page.inner_text(".step-label") == "Step 38", "the newest step comes first"
-    page.click("button[aria-label='Step before']")
-    page.wait_for_function("() => document.querySelector('.step-label').textContent === 'Step 36'")
-    page.locator(".sample-row").nth(5).click()
-    name = page.locator(".sample-row.selected .preview").inner_text()
-    page.wait_for_selector(".sample-row.selected")
-    response = page.locator(".bubble.response")
-    assert name.replace("<|im_end|>", "") in response.inner_text()
-    response.locator(".tok").nth(4).hover()
-    card = page.inner_text("#token-card")
+    reader.click("#tabs >> text=Samples", "samples")
+    expect(page.locator(".step-label"), "the newest step comes first").to_have_text("Step 38")
+    reader.click("button[aria-label='Step before']")
+    expect(page.locator(".step-label")).to_have_text("Step 36")
+    row = page.locator(".sample-row").nth(5)
+    said = row.locator(".preview").inner_text()
+    row.click()
+    reader.settled("samples")
+    expect(row).to_have_class(re.compile("selected"))
+    expect(page.locator(".sample-row.selected .preview")).to_have_text(said)
+    reader.see(".bubble.response", said)
+    page.locator(".bubble.response .tok").nth(4).hover()
     for word in ("Advantage", "Ratio", "Log-prob, trainer", "Log-prob gap", "KL to reference", "Entropy", "trained on"):
-        assert word in card
+        reader.see("#token-card", word)
     reader.picture("tokens")
     page.locator(".bubble.observation .tok").nth(3).hover()
-    assert "not trained on" in page.inner_text("#token-card")
+    reader.see("#token-card", "not trained on")
+
+
+def test_data_that_comes_late_does_not_overwrite_a_later_view(reader: Reader, runs: Path) -> None:
+    page, held = reader.page, []
+    page.route("**/run0/metrics.js", lambda route: held.append(route))
+    reader.open(runs / "reverse-digits" / "report.html", "#samples")
+    click = "() => { document.querySelector('#tabs a[data-view=curves]').click(); return document.body.dataset.ready; }"
+    assert page.evaluate(click) is None, "from the click on, nothing is ready"
+    expect(page.locator("body")).to_have_attribute("data-view", "curves")
+    reader.click("#tabs >> text=Config", "config")
+    assert len(held) == 1, "the curves are still waiting for their numbers"
+    with page.expect_event("requestfinished", lambda request: request.url.endswith("metrics.js")):
+        held[0].continue_()
+    reader.holds("async () => { await window.R.metrics(0); await new Promise(requestAnimationFrame); return true; }")
+    expect(page.locator("body")).to_have_attribute("data-ready", "config")
+    expect(page.locator(".config")).to_be_visible()
+    expect(page.locator("figure.curve")).to_have_count(0)
 
 
 def test_the_numbers_of_a_token_are_those_of_the_file(reader: Reader, runs: Path) -> None:
     records = [json.loads(line) for line in (runs / "reverse-digits" / "rollouts" / "step-000010.jsonl").open()]
     page = reader.open(runs / "reverse-digits" / "report.html", "#samples/step=10/sample=6")
-    page.wait_for_selector(".bubble.response .tok")
     tokens = records[6]["tokens"]
     start = tokens["mask"].index(1)
     page.locator(".bubble.response .tok").nth(2).hover()
+    reader.see(".card-note", f"token {start + 3} of {len(tokens['ids'])} · id {tokens['ids'][start + 2]} ·")
     shown = dict(zip(reader.texts("#token-card dt"), reader.texts("#token-card dd"), strict=True))
     number = {key: float(value.replace("−", "-")) for key, value in shown.items()}
     old, infer = tokens["old_log_probs"][start + 2], tokens["infer_log_probs"][start + 2]
@@ -151,32 +119,29 @@ def test_the_numbers_of_a_token_are_those_of_the_file(reader: Reader, runs: Path
     assert number["Ratio"] == pytest.approx(np.exp(old - infer), abs=3e-4)
     assert number["Entropy"] == pytest.approx(tokens["entropy"][start + 2], abs=6e-3)
     assert number["Advantage"] == pytest.approx(tokens["advantages"][start + 2], abs=6e-4)
-    assert f"id {tokens['ids'][start + 2]}" in page.inner_text(".card-note")
 
 
 def test_colours_say_what_they_mean(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html", "#samples/step=10")
-    page.wait_for_selector(".bubble.response .tok")
     modes = reader.texts(".colour-bar .segment")
     assert modes == ["Advantage", "Ratio", "Log-prob gap", "KL", "Entropy", "Surprise", "None"]
     backgrounds = {}
     for mode in modes:
         page.click(f".segment:text-is('{mode}')")
+        expect(page.locator(f".segment:text-is('{mode}')")).to_have_attribute("aria-pressed", "true")
         script = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
         backgrounds[mode] = tuple(page.locator(".bubble.response .tok").evaluate_all(script))
     assert len(set(backgrounds.values())) == len(modes), "every number paints another picture"
     assert set(backgrounds["None"]) == {"rgba(0, 0, 0, 0)"}
     assert len(set(backgrounds["Advantage"])) == 1, "all tokens of an answer have the same advantage here"
-    masked = page.locator(".bubble.observation .tok").first
-    assert "masked" in masked.get_attribute("class")
+    expect(page.locator(".bubble.observation .tok").first).to_have_class(re.compile("masked"))
 
 
 def test_a_trajectory_is_a_conversation(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "frozen-lake" / "report.html", "#samples/step=38")
-    page.wait_for_selector(".trajectory .bubble")
-    labels = [text.split("\n")[0] for text in reader.texts(".bubble header")]
-    assert labels[:4] == ["Observation 1", "Response 1", "Observation 2", "Response 2"]
-    assert "reward" in page.inner_text(".bubble.response header >> nth=0")
+    labels = page.locator(".trajectory .bubble header span:first-child")
+    assert labels.all_text_contents()[:4] == ["Observation 1", "Response 1", "Observation 2", "Response 2"]
+    reader.see(".bubble.response header >> nth=0", "reward")
     left, right = (page.locator(f".bubble.{kind}").first.bounding_box() for kind in ("observation", "response"))
     assert right["x"] + right["width"] > left["x"] + left["width"]
     reader.picture("trajectory")
@@ -184,17 +149,16 @@ def test_a_trajectory_is_a_conversation(reader: Reader, runs: Path) -> None:
 
 def test_searching_a_metric_and_smoothing_it(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html", "#curves")
-    assert page.locator("figure.curve:visible").count() == 16
+    expect(page.locator("figure.curve:visible")).to_have_count(16)
     page.keyboard.press("/")
+    expect(page.locator("#metric-search")).to_be_focused()
     page.keyboard.type("grad norm")
-    page.wait_for_function("() => document.querySelectorAll('figure.curve:not([hidden])').length === 1")
-    assert reader.texts("figure.curve:visible .curve-name") == [
-        "actor/grad_norm"
-    ] and "1 metric found" in page.inner_text(".found")
+    expect(page.locator("figure.curve:visible .curve-name")).to_have_text(["actor/grad_norm"])
+    reader.see(".found", "1 metric found")
     drawn(page, 1)
     page.locator("#smoothing").fill("0.8")
     drawn(page, 2)
-    assert "q=grad%20norm" in page.url, "a search can be shared as a link"
+    expect(page, "a search can be shared as a link").to_have_url(re.compile("q=grad%20norm"))
     reader.picture("search")
 
 
@@ -205,14 +169,15 @@ def test_two_runs_on_top_of_each_other(reader: Reader, runs: Path) -> None:
     drawn(page, 6)
     reader.picture("compare")
     page.click(".run-picker .chip >> nth=1")
-    page.wait_for_function(
+    reader.holds(
         "() => document.querySelectorAll('figure.curve .scatterlayer')[0].querySelectorAll('.trace').length === 1"
     )
     reader.go("#samples")
-    page.click(".run-picker .chip >> nth=1")
-    page.wait_for_function("() => location.hash.includes('run=1') && document.querySelector('.bubble.response')")
+    reader.click(".run-picker .chip >> nth=1", "samples")
+    expect(page).to_have_url(re.compile("run=1"))
+    expect(page.locator(".bubble.response")).to_be_visible()
     reader.go("#config/run=1")
-    assert "reverse-digits-sick" in page.inner_text(".config")
+    reader.see(".config", "reverse-digits-sick")
 
 
 def test_the_health_panel_leads_to_the_step(reader: Reader, runs: Path) -> None:
@@ -228,61 +193,59 @@ def test_the_health_panel_leads_to_the_step(reader: Reader, runs: Path) -> None:
     ):
         assert any(words in title for title in titles), words
     reader.picture("health")
-    page.click(".finding:has-text('log-prob gap is growing') .button:has-text('Samples of step')")
-    page.wait_for_selector("body[data-ready=samples] .bubble.response")
-    assert page.inner_text(".step-label") == "Step 38"
+    reader.click(".finding:has-text('log-prob gap is growing') .button:has-text('Samples of step')", "samples")
+    expect(page.locator(".bubble.response")).to_be_visible()
+    expect(page.locator(".step-label")).to_have_text("Step 38")
     reader.go("#overview")
-    page.click(".finding:has-text('gradient norm jumps') .button:has-text('Its curve')")
-    page.wait_for_selector("figure.curve:visible")
-    assert reader.texts("figure.curve:visible .curve-name") == ["actor/grad_norm"]
+    reader.click(".finding:has-text('gradient norm jumps') .button:has-text('Its curve')", "curves")
+    expect(page.locator("figure.curve:visible .curve-name")).to_have_text(["actor/grad_norm"])
 
 
 def test_discarded_samples_have_reasons(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html")
-    assert "timeout: the reward took longer than 5 s" in page.inner_text("section[aria-label='Discarded samples']")
-    page.click("section[aria-label='Discarded samples'] .step-link >> nth=0")
-    page.wait_for_selector(".notice.bad")
-    assert "no signal: all answers of the group scored 0" in page.inner_text(".notice.bad")
-    assert page.locator(".sample-row").count() == 1
+    reader.see("section[aria-label='Discarded samples']", "timeout: the reward took longer than 5 s")
+    reader.click("section[aria-label='Discarded samples'] .step-link >> nth=0", "samples")
+    reader.see(".notice.bad", "no signal: all answers of the group scored 0")
+    expect(page.locator(".sample-row")).to_have_count(1)
 
 
 def test_the_config_and_what_differs(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html", "#config")
-    page.wait_for_selector(".config-changed")
-    assert "learning_rate\t0.001\t0.00005\tdiffers" in page.inner_text(".config")
-    assert "seed" not in page.inner_text(".config tbody")
+    row = page.locator(".config-changed", has_text="learning_rate")
+    expect(row.locator("td")).to_have_text([re.compile(r"learning_rate$"), "0.001", "0.00005", "differs"])
+    expect(page.locator(".config tbody")).not_to_contain_text("seed")
     page.click("text=only what differs")
     page.fill("input[type=search]", "seed")
-    page.wait_for_function("() => document.querySelectorAll('.config tbody tr').length === 1")
-    assert "42" in page.inner_text(".config tbody")
+    expect(page.locator(".config tbody tr")).to_have_count(1)
+    reader.see(".config tbody", "42")
 
 
 def test_searching_and_sorting_samples(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html", "#samples/step=20")
-    page.wait_for_selector(".sample-row")
     total = len([json.loads(line) for line in (runs / "reverse-digits" / "rollouts" / "step-000020.jsonl").open()])
     page.fill("input[type=search]", "cannot")
-    page.wait_for_function("() => document.querySelectorAll('.sample-row').length === 1")
-    assert f"1 of {total} samples" in page.inner_text(".found")
+    expect(page.locator(".sample-row")).to_have_count(1)
+    reader.see(".found", f"1 of {total} samples")
     page.fill("input[type=search]", "")
+    expect(page.locator(".found")).to_have_text("")
     page.select_option("select[aria-label=Order]", "worst")
-    page.wait_for_function("() => document.querySelectorAll('.group-row').length === 0")
+    expect(page.locator(".group-row")).to_have_count(0)
     scores = [text for text in reader.texts(".sample-row .score") if text != "–"]
-    assert scores == sorted(scores)
+    assert len(scores) > 5 and scores == sorted(scores)
 
 
 def test_everything_works_by_keyboard(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html")
-    page.keyboard.press("3")
-    page.wait_for_selector("body[data-ready=samples] .bubble.response")
-    page.keyboard.press("[")
-    page.wait_for_function("() => document.querySelector('.step-label').textContent === 'Step 36'")
-    page.wait_for_selector(".detail[data-sample]")
-    first = page.get_attribute(".detail", "data-sample")
-    page.keyboard.press("j")
-    page.wait_for_function("first => document.querySelector('.detail').dataset.sample !== first", arg=first)
-    page.keyboard.press("k")
-    page.wait_for_function("first => document.querySelector('.detail').dataset.sample === first", arg=first)
+    reader.press("3", "samples")
+    reader.press("[", "samples")
+    expect(page.locator(".step-label")).to_have_text("Step 36")
+    detail = page.locator(".detail")
+    first = detail.get_attribute("data-sample")
+    assert first
+    reader.press("j", "samples")
+    expect(detail).not_to_have_attribute("data-sample", first)
+    reader.press("k", "samples")
+    expect(detail).to_have_attribute("data-sample", first)
     for _ in range(200):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.classList.contains('tok')"):
@@ -290,21 +253,22 @@ def test_everything_works_by_keyboard(reader: Reader, runs: Path) -> None:
     else:
         pytest.fail("no token can be reached with the Tab key")
     before = int(page.evaluate("document.activeElement.dataset.i"))
+    card, focused = page.locator("#token-card"), page.locator(".tok:focus")
     page.keyboard.press("ArrowRight")
-    assert int(page.evaluate("document.activeElement.dataset.i")) == before + 1
-    assert page.is_visible("#token-card")
+    expect(focused).to_have_attribute("data-i", str(before + 1))
+    expect(card).to_be_visible()
     page.keyboard.press("Home")
-    assert page.evaluate("document.activeElement.dataset.i") == "0"
+    expect(focused).to_have_attribute("data-i", "0")
     page.keyboard.press("Escape")
-    assert not page.is_visible("#token-card")
+    expect(card).to_be_hidden()
     page.keyboard.press("?")
-    assert "Keyboard" in page.inner_text("dialog[open]")
+    reader.see("dialog[open]", "Keyboard")
     page.keyboard.press("Escape")
+    expect(page.locator("dialog[open]")).to_have_count(0)
     page.keyboard.press("t")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     for key, view in (("2", "curves"), ("4", "config"), ("1", "overview")):
-        page.keyboard.press(key)
-        page.wait_for_selector(f"body[data-ready={view}]")
+        reader.press(key, view)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -336,17 +300,61 @@ def test_nothing_sticks_out_on_a_phone(browser: Any, runs: Path, view: str) -> N
     reader.picture(f"phone-{view}")
     if view == "samples":
         page.locator(".sample-row").nth(2).tap()
-        page.wait_for_selector(".bubble.response .tok")
-        assert not page.is_visible(".sample-list")
+        reader.settled("samples")
+        expect(page.locator(".sample-list")).to_be_hidden()
         page.locator(".bubble.response .tok").nth(3).tap()
-        page.wait_for_timeout(300)
-        token, card = (page.locator(name).bounding_box() for name in (".tok:focus", "#token-card"))
-        assert token["y"] + token["height"] <= card["y"], "the card does not cover the token it speaks of"
+        expect(page.locator("#token-card")).to_be_visible()
+        reader.holds(  # the card does not cover the token it speaks of, once the token was scrolled to its place
+            """() => {
+                const [token, card] = [".tok:focus", "#token-card"].map((name) => document.querySelector(name));
+                return token && token.getBoundingClientRect().bottom <= card.getBoundingClientRect().top;
+            }"""
+        )
         reader.picture("phone-token")
-        page.click(".back")
-        page.wait_for_selector(".sample-list", state="visible")
+        reader.click(".back", "samples")
+        expect(page.locator(".sample-list")).to_be_visible()
     assert reader.errors == []
     reader.context.close()
+
+
+def test_pairs_of_a_preference_run(reader: Reader, tmp_path: Path) -> None:
+    run, random = write_run(tmp_path / "pairs", steps=3, pipeline="dpo"), np.random.default_rng(0)
+    shutil.rmtree(run / "rollouts")
+    for step, margin in ((0, 0.0), (2, 1.0)):
+        records = []
+        for pair in range(3):
+            ranked = "tie" if step == 0 else "wrong" if pair == 1 else "right"
+            for side, sign in (("chosen", 1), ("rejected", -1)):
+                facts = {"group": f"pair {pair}", "sample": f"{pair} {side}", "tag": side, "ranked": ranked}
+                score = margin * sign * (-1 if pair == 1 else 1)
+                tokens = tokens_of(random, ["2 + 2 = "], ["4" if side == "chosen" else "5", "<|im_end|>"])
+                tokens = {name: tokens[name] for name in ("ids", "text", "mask", "old_log_probs", "ref_log_probs")}
+                records.append({**facts, "prompt": "2 + 2 = ", "response": "", "score": score, "tokens": tokens})
+        write_rollouts(run, step, records, split="val")
+    page = reader.open(build_report([run]), "#samples")
+    expect(page.locator(".step-label")).to_have_text("Step 2")
+    reader.see(".step-words", "2 of 3 pairs ranked right")
+    expect(page.locator(".group-row .flag")).to_have_text(["ranked right", "ranked wrong", "ranked right"])
+    page.select_option("select[aria-label=Show]", "wrong")
+    expect(page.locator(".sample-row")).to_have_count(2)
+    reader.click(".sample-row:has-text('rejected')", "samples")
+    reader.see(".facts", "ranked wrong")
+    assert reader.texts(".colour-bar .segment") == ["KL", "Surprise", "None"]
+    numbers = records[3]["tokens"]
+    page.locator(".bubble.response .tok").first.hover()
+    for label, value in (
+        ("KL to reference", numbers["old_log_probs"][1] - numbers["ref_log_probs"][1]),
+        ("Log-prob, trainer", numbers["old_log_probs"][1]),
+    ):
+        shown = page.locator(f"#token-card dt:text-is('{label}') + dd").inner_text()
+        assert float(shown.replace("−", "-")) == pytest.approx(value, abs=2e-3)
+    reader.picture("pairs")
+    reader.press("[", "samples")
+    reader.see(".step-words", "0 of 3 pairs ranked right")
+    reader.go("#overview")
+    page.evaluate("window.R.openStep(0, 2)")  # as a click on a point of a curve does: there are samples of validations
+    reader.settled("samples")
+    expect(page.locator(".step-label")).to_have_text("Step 2")
 
 
 def test_hostile_texts_stay_texts(reader: Reader, runs: Path) -> None:
@@ -355,8 +363,8 @@ def test_hostile_texts_stay_texts(reader: Reader, runs: Path) -> None:
         reader.go(view)
     for number, name in enumerate(name for name in HOSTILE for _ in range(2)):
         reader.go(f"#samples/step=0/sample={number}")
-        page.wait_for_function("name => document.querySelector('.detail').dataset.sample.endsWith(name)", arg=name)
-        shown = page.locator(".bubble.response .bubble-text").inner_text()
+        expect(page.locator(".detail")).to_have_attribute("data-sample", re.compile(f"{name}$"))
+        shown = page.locator(".bubble.response .bubble-text").text_content()
         if name in ("script", "entities"):
             assert HOSTILE[name] in shown
         if name in ("right-to-left", "separators"):
@@ -365,7 +373,7 @@ def test_hostile_texts_stay_texts(reader: Reader, runs: Path) -> None:
         if name == "long line":
             assert "more characters" in shown and len(shown) < 10_000
             page.click(".bubble.response .more")
-            assert len(page.locator(".bubble.response .bubble-text").inner_text()) > 40_000
+            reader.holds("() => document.querySelector('.bubble.response .bubble-text').textContent.length > 40_000")
         box = page.locator(".detail").bounding_box()
         assert box["width"] < 1280
     assert page.evaluate("window.pwned") is None
@@ -387,9 +395,9 @@ def test_the_policy_of_the_page_forbids_scripts_in_text(browser: Any, runs: Path
         box.innerHTML = "<img src=x onerror='window.pwned = 1'>";
         document.body.append(box);
     }"""
-    page.evaluate(script)
-    page.wait_for_timeout(200)
-    assert page.evaluate("window.pwned") is None and reader.errors, "the browser refused and said so"
+    with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
+        page.evaluate(script)  # the browser refuses, and says so
+    assert page.evaluate("window.pwned") is None and reader.errors
     reader.context.close()
 
 
@@ -397,7 +405,7 @@ def test_without_plotly_there_are_sketches(reader: Reader, tmp_path: Path, monke
     monkeypatch.setattr(report, "plotly_script", lambda: None)
     page = reader.open(build_report([write_run(tmp_path / "plain", steps=12)]), "#curves")
     page.wait_for_selector(".chart svg polyline")
-    assert "pip install 'roll-rl[report]'" in page.inner_text(".notice")
+    reader.see(".notice", "pip install 'roll-rl[report]'")
 
 
 def test_an_empty_run_and_odd_files_have_a_page(reader: Reader, tmp_path: Path) -> None:
@@ -405,10 +413,10 @@ def test_an_empty_run_and_odd_files_have_a_page(reader: Reader, tmp_path: Path) 
     for name in ("run.json", "config.yaml", "metrics.jsonl", "rollouts/step-000000.jsonl"):
         (run / name).write_text("{ nonsense")
     page = reader.open(build_report([run]))
-    assert "could not be read" in page.inner_text(".problems summary")
+    reader.see(".problems summary", "could not be read")
     for view in ("#curves", "#samples/step=0", "#config"):
         reader.go(view)
-        assert "could not be shown" not in page.inner_text("main")
+        expect(page.locator("main")).not_to_contain_text("could not be shown")
 
 
 def test_a_long_trajectory_is_drawn_as_it_is_read(reader: Reader, tmp_path: Path) -> None:
@@ -416,26 +424,26 @@ def test_a_long_trajectory_is_drawn_as_it_is_read(reader: Reader, tmp_path: Path
     tokens = tokens_of(np.random.default_rng(0), ["start "], [f"w{i} " for i in range(30_000)])
     write_rollouts(run, 0, [{"sample": "long", "group": "g", "prompt": "", "response": "", "tokens": tokens}])
     page = reader.open(build_report([run]), "#samples/step=0/sample=0")
-    page.wait_for_selector(".bubble.response .tok")
     assert page.locator(".tok").count() < 5_000
     page.locator(".bubble.response .tok").nth(3).focus()
     page.keyboard.press("End")
-    assert page.evaluate("document.activeElement.dataset.i") == "30000"
+    expect(page.locator(".tok:focus")).to_have_attribute("data-i", "30000")
 
 
 def test_following_a_run(reader: Reader, tmp_path: Path) -> None:
     run = write_run(tmp_path / "live", steps=6, status="running")
     with ReportServer(run, interval=0.0) as server:
         page = reader.open(server.url)
-        assert page.inner_text("#run-status") == "running, following"
-        assert page.inner_text(".tile:has-text('Steps') .tile-value") == "6"
+        expect(page.locator("#run-status")).to_have_text("running, following")
+        steps = page.locator(".tile:has-text('Steps') .tile-value")
+        expect(steps).to_have_text("6")
         write_metrics(run, 9, np.random.default_rng(1))
-        page.wait_for_function("() => document.querySelectorAll('.tile-value')[2].textContent === '9'", timeout=20_000)
+        expect(steps).to_have_text("9")
         reader.go("#samples")
         write_rollouts(run, 50, [{"sample": "new", "group": "g", "prompt": "p", "response": "r"}])
-        page.wait_for_selector("button[aria-label='Step after']:enabled", timeout=20_000)
-        page.keyboard.press("]")
-        page.wait_for_function("() => document.querySelector('.step-label').textContent === 'Step 50'")
+        expect(page.locator("button[aria-label='Step after']")).to_be_enabled()
+        reader.press("]", "samples")
+        expect(page.locator(".step-label")).to_have_text("Step 50")
         assert all(url.startswith((f"http://127.0.0.1:{server.port}/", "data:", "blob:")) for url in reader.requests)
 
 
@@ -461,36 +469,50 @@ def large_run(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)  # half a gigabyte
 
 
+# Waits for a sample as a reader would: from the click on its link until it is painted.
+SHOW_SAMPLE = """async ([step, sample]) => {
+    const started = performance.now();
+    location.hash = `#samples/step=${step}/sample=${sample}`;
+    const label = () => document.querySelector(".step-label").textContent;
+    while (document.querySelector(".detail")?.dataset.sample !== String(sample) || label() !== `Step ${step}`)
+        await new Promise(requestAnimationFrame);
+    await new Promise(requestAnimationFrame);
+    return performance.now() - started;
+}"""
+
+
+def seconds_to_open(reader: Reader, page: Path) -> float:
+    reader.page.goto("about:blank")
+    started = time.perf_counter()
+    reader.open(page)
+    return time.perf_counter() - started
+
+
+@pytest.mark.skipif(THROTTLE != 1, reason="measures speed")
 def test_a_large_run_opens_fast_and_stays_small(reader: Reader, large_run: Path) -> None:
     page_file = build_report([large_run])
     size = (
         sum(path.stat().st_size for path in (large_run / "report").rglob("*") if path.is_file())
         + page_file.stat().st_size
     )
-    started = time.perf_counter()
-    page = reader.open(page_file)
-    opened = time.perf_counter() - started
-    reader.go("#samples/step=150")
-    page.wait_for_selector(".bubble.response .tok")
-    script = """async ([step, sample]) => {
-        const started = performance.now();
-        location.hash = `#samples/step=${step}/sample=${sample}`;
-        const label = () => document.querySelector(".step-label").textContent;
-        while (document.querySelector(".detail")?.dataset.sample !== String(sample) || label() !== `Step ${step}`)
-            await new Promise(requestAnimationFrame);
-        await new Promise(requestAnimationFrame);
-        return performance.now() - started;
-    }"""
-    same_step = [page.evaluate(script, [150, sample]) for sample in (40, 100, 170, 255)]
-    other_step = [page.evaluate(script, [step, 77]) for step in (10, 60, 120, 199)]
-    # Medians: a browser that collects garbage, or a busy machine, may hold up one of them.
-    same, other = statistics.median(same_step), statistics.median(other_step)
-    times = f"page {opened:.2f} s, sample {same:.0f} ms, of another step {other:.0f} ms"
-    sys.stderr.write(f"report of 200 x 256 samples: {size / 1e6:.1f} MB, {times}\n")
     assert size < 60e6
-    assert opened < 5.0  # 2 s on a machine that does nothing else
-    assert same < 200 and other < 200
+    page = reader.open(page_file)
+    # Medians of several, because a browser collects garbage when it likes; and all of it up to four times, because
+    # other work on the machine can hold up every one of them for a while. A page that is too slow always is.
+    for attempt in range(4):
+        opened = statistics.median(seconds_to_open(reader, page_file) for _ in range(5))
+        reader.go("#samples/step=150")
+        same = statistics.median(page.evaluate(SHOW_SAMPLE, [150, sample]) for sample in (40, 100, 170, 230, 255))
+        # Steps that were not looked at before: nothing of them is in the page's memory.
+        unseen = range(10 + attempt, 200, 38)
+        other = statistics.median(page.evaluate(SHOW_SAMPLE, [step, 77]) for step in unseen)
+        times = f"page {opened:.2f} s, sample {same:.0f} ms, of another step {other:.0f} ms"
+        sys.stderr.write(f"report of 200 x 256 samples: {size / 1e6:.1f} MB, {times}\n")
+        if opened < 2.0 and same < 200 and other < 200:
+            break
+    else:
+        pytest.fail(f"slower than 2 s for the page or 200 ms for a sample, four times: {times}")
     reader.go("#curves")
-    assert page.locator("figure.curve").count() == 151
+    expect(page.locator("figure.curve")).to_have_count(151)
     drawn(page, 6)
     assert page.locator(".js-plotly-plot").count() < 60, "curves out of sight are not drawn"

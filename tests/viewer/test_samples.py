@@ -36,7 +36,7 @@ def test_a_sample_and_its_numbers(tmp_path: Path) -> None:
     row = {field: column[0] for field, column in zip(listing["fields"], listing["rows"], strict=True)}
     assert row == {
         "group": 0, "sample": "s", "score": 1.0, "advantage": None, "tokens": 2, "finish": "stop", "dropped": None,
-        "tag": None, "domain": None, "preview": "b c", "piece": 0, "index": 0,
+        "tag": None, "domain": None, "ranked": None, "preview": "b c", "piece": 0, "index": 0,
     }  # fmt: skip
     assert listing["vocabulary"] == [[[7, 8, 9], ["a", " b", " c"]]] and listing["groups"] == [
         {"id": "g", "prompt": "a"}

@@ -310,9 +310,6 @@ class AgenticConfig(PPOConfig):
                 model_args=role.model_args.model_copy(update={"model_name_or_path": path}),
                 max_traj_per_env=self._trajectories_per_env(name, batch_size),
             )
-        if self.async_pipeline and not self.force_disable_old_logprobs_recompute:
-            # The policy that samples is not the one that is trained, so the loss needs both.
-            self.settle(enable_old_logprobs_recompute=True)
 
     def _trajectories_per_env(self, name: str, batch_size: int) -> int:
         manager = self.train_env_manager if name == "train_env" else self.val_env_manager
@@ -325,9 +322,6 @@ class AgenticConfig(PPOConfig):
     def _problems(self) -> list[Problem]:
         problems = super()._problems() + self._batch_problems() + self._env_problems("train_env_manager")
         problems += self._template_problems()
-        if self.async_pipeline and self.backend == "local":
-            expected = '"ray" or "auto", because roles in one process take turns and async_generation_ratio is above 0'
-            problems.append(wrong("backend", "local", expected))
         if self.async_pipeline and self.train_env_manager.llm_proxy.proxy_type != "policy":
             found = self.train_env_manager.llm_proxy.proxy_type
             expected = "policy, because async_generation_ratio is above 0"
@@ -412,11 +406,6 @@ class AgenticConfig(PPOConfig):
         for tag in [tag for tag in self.custom_envs if self.env_template(tag).env_type is None]:
             problems.append(Problem(f"custom_envs.{tag}.env_type", "missing; the id or dotted path of an environment"))
         return problems
-
-    @property
-    def execution_backend(self) -> Literal["local", "ray"]:
-        """Ray also for generation that runs while training does: that takes a process for each."""
-        return "ray" if self.async_pipeline else super().execution_backend
 
     @property
     def rows_are_turns(self) -> bool:

@@ -26,8 +26,8 @@ class AsyncRollouts:
     def __init__(
         self, scheduler: RolloutScheduler, *, num_trajectories: int, ratio: float, first_step: int, last_step: int
     ) -> None:
-        assert isinstance(scheduler.proxy, PolicyProxy)
-        self.scheduler, self.proxy = scheduler, scheduler.proxy
+        assert isinstance(scheduler.proxy, PolicyProxy) and scheduler.proxy.gate is not None
+        self.scheduler, self.gate = scheduler, scheduler.proxy.gate
         self.num_trajectories, self.max_ahead = num_trajectories, math.ceil(ratio)
         self.timeout = scheduler.env_cluster.rpc_timeout
         self._steps = range(first_step, last_step)
@@ -41,7 +41,7 @@ class AsyncRollouts:
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
         """Inside, the policy answers nobody but the caller; afterwards episodes go on, for `step` and those ahead."""
-        with self.proxy.paused():
+        with self.gate.paused():
             yield
         with self._changed:
             self._current = step
@@ -69,7 +69,7 @@ class AsyncRollouts:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            self.proxy.give_up()
+            self.gate.close()
             self._thread.join()
 
     def _run(self) -> None:

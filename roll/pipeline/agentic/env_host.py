@@ -49,7 +49,6 @@ class EnvHost:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._waiting: deque[EnvCall] = deque()  # in the order in which the process answers
-        self._failed: list[EnvReply] = []
         self._heard = 0.0  # when the process last gave a sign of life, or was last given work while idle
         self._starting = False
 
@@ -58,10 +57,6 @@ class EnvHost:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._failed)
 
     def submit(self, calls: Sequence[EnvCall]) -> None:
         """Hand over calls; `collect` brings the replies."""
@@ -76,7 +71,7 @@ class EnvHost:
 
     def collect(self, wait_s: float) -> list[EnvReply]:
         """Replies, in the order in which they came: all that are outstanding, or those of the next `wait_s` seconds."""
-        replies, self._failed = self._failed, []
+        replies: list[EnvReply] = []
         deadline = time.monotonic() + wait_s
         while self._waiting:
             now = time.monotonic()
@@ -218,10 +213,6 @@ class LocalEnvs:
         self._table = EnvTable()
         self._table.specs = {spec.env_id: spec for spec in specs}
         self._replies: list[EnvReply] = []
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._replies)
 
     def submit(self, calls: Sequence[EnvCall]) -> None:
         self._replies += [self._table.call(call) for call in calls]

@@ -17,12 +17,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
+from roll.datasets.collator import placed, positions
 from roll.distributed.scheduler.protocol import DataProto
 
 
@@ -174,42 +174,26 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> DataProto:
     """
     if not rows:
         raise ValueError("no rows to collate")
-    lengths = torch.tensor([len(row.ids) for row in rows])
+    lengths = np.array([len(row.ids) for row in rows])
     width = max(int(lengths.max()), 2)
-    attended = torch.arange(width) < lengths[:, None]
-    input_ids = torch.full((len(rows), width), pad_token_id)
-    response_mask = torch.zeros(len(rows), width, dtype=torch.int64)
-    input_ids[attended] = _joined([row.ids for row in rows], np.int64)
-    response_mask[attended] = _joined([row.mask for row in rows], np.int64)
+    attended = torch.from_numpy(np.arange(width) < lengths[:, None])
+    response_mask = torch.from_numpy(placed([row.mask for row in rows], 0, width, 0, np.int64))
     last = (response_mask * torch.arange(width)).argmax(1)
     scores = torch.zeros(len(rows), width)
     has_response = response_mask.any(1)
     given = torch.tensor([row.score for row in rows], dtype=torch.float32)
     scores[torch.arange(len(rows)), last] = torch.where(has_response, given, 0.0)
     tensors = {
-        "input_ids": input_ids,
+        "input_ids": torch.from_numpy(placed([row.ids for row in rows], 0, width, pad_token_id, np.int64)),
         "attention_mask": attended.long(),
-        "position_ids": (attended.long().cumsum(1) - 1).clamp_min(0),
+        "position_ids": positions(attended),
         "response_mask": response_mask,
         "prompt_mask": (attended & (response_mask.cumsum(1) == 0)).long(),
         "scores": scores,
     }
     if all(row.log_probs is not None for row in rows):
-        log_probs = torch.zeros(len(rows), width)
-        log_probs[attended] = _joined([row.log_probs or [] for row in rows], np.float32)
+        log_probs = torch.from_numpy(placed([row.log_probs or [] for row in rows], 0, width, 0.0, np.float32))
         tensors["infer_logprobs"] = log_probs[:, 1:]
-    columns = {name: _objects([row.columns[name] for row in rows]) for name in rows[0].columns}
-    columns["sample_uuid"] = _objects([f"{row.columns['traj_id']}_{i}" for i, row in enumerate(rows)])
+    columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
+    columns["sample_uuid"] = [f"{row.columns['traj_id']}_{i}" for i, row in enumerate(rows)]
     return DataProto.from_dict(tensors, non_tensors=columns)
-
-
-def _joined(lists: list[Any], dtype: type) -> torch.Tensor:
-    """The numbers of all lists, one after the other."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype))
-
-
-def _objects(values: list[Any]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):  # one by one: numpy would take lists of equal length apart
-        array[index] = value
-    return array

@@ -7,7 +7,7 @@ that started from the same state share `traj_group_id`. The steps return a new b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from roll.utils.functionals import Metrics, compute_advantage
 
 if TYPE_CHECKING:
     from roll.distributed.scheduler.protocol import DataProto
+    from roll.pipeline.agentic.agentic_config import AgenticConfig, RewardNormalizationConfig
 
 __all__ = [
     "agentic_compute_advantage",
@@ -35,32 +36,6 @@ __all__ = [
 ]
 
 STEP_ESTIMATORS = ("gigpo", "step_reinforce")
-
-
-class NormSettings(Protocol):
-    """What `agentic_reward_norm` reads of a `RewardNormalizationConfig`."""
-
-    @property
-    def grouping(self) -> str: ...
-
-    @property
-    def norm_mean_type(self) -> str | None: ...
-
-    @property
-    def norm_std_type(self) -> str | None: ...
-
-
-class RewardSettings(Protocol):
-    """What `compute_response_level_rewards` reads of a pipeline's config; the weights only for `gigpo`."""
-
-    @property
-    def adv_estimator(self) -> str: ...
-
-    @property
-    def reward_normalization(self) -> NormSettings: ...
-
-    @property
-    def reward_clip(self) -> float | None: ...
 
 
 @torch.no_grad()
@@ -92,7 +67,7 @@ def compute_discounted_returns(batch: DataProto, adv_estimator: str, gamma: floa
 
 
 @torch.no_grad()
-def agentic_reward_norm(batch: DataProto, reward_normalization: NormSettings) -> Tensor:
+def agentic_reward_norm(batch: DataProto, reward_normalization: RewardNormalizationConfig) -> Tensor:
     """Normalise `scores` (B,) as `normalize_rewards` does. The rows with the same value in the column `grouping` form a
     group; grouping `batch` makes one group of all."""
     scores_B = column(batch, "scores")
@@ -118,7 +93,7 @@ def build_state_group(batch: DataProto) -> DataProto:
 
 
 @torch.no_grad()
-def compute_response_level_rewards(batch: DataProto, pipeline_config: RewardSettings) -> tuple[DataProto, Metrics]:
+def compute_response_level_rewards(batch: DataProto, pipeline_config: AgenticConfig) -> tuple[DataProto, Metrics]:
     """Write `response_level_rewards` (B,), normalised and clipped.
 
     gigpo            episode_reward_weight * norm(`episode_scores`) + step_reward_weight * norm(`step_rewards`), the
@@ -137,12 +112,11 @@ def compute_response_level_rewards(batch: DataProto, pipeline_config: RewardSett
     columns: dict[str, Tensor] = {}
     if estimator == "gigpo":
         batch = build_state_group(batch)
-        weights: Any = pipeline_config
         episode_scores_B = scores_B = _float_column(batch, "episode_scores")
         groups = _group_of(batch, norm.grouping)
         episode_B = _normalize(episode_scores_B, groups, norm)
         step_B = _normalize(_float_column(batch, "step_rewards"), _group_of(batch, "state_group_id"), norm, "group")
-        rewards_B = weights.episode_reward_weight * episode_B + weights.step_reward_weight * step_B
+        rewards_B = pipeline_config.episode_reward_weight * episode_B + pipeline_config.step_reward_weight * step_B
         columns = {"episode_rewards_norm": episode_B, "step_rewards_norm": step_B}
     else:
         scores_B = _float_column(batch, "step_rewards") if estimator == "step_reinforce" else _score_sums(batch)
@@ -177,27 +151,8 @@ def get_agentic_response_level_mask(data: DataProto, pipeline_config: Any) -> tu
     return with_columns(data, origin_response_mask=response_mask.clone(), final_response_mask=final_BT), metrics
 
 
-def agentic_compute_advantage(
-    data: DataProto,
-    gamma: float,
-    lambd: float,
-    adv_estimator: str,
-    advantage_clip: float | None = None,
-    whiten_advantages: bool = False,
-    whiten_rewards: bool = False,
-    response_mask: Tensor | None = None,
-) -> DataProto:
-    """`compute_advantage`, which also knows `agentic_reinforce`: the discount applies once per turn."""
-    return compute_advantage(
-        data=data,
-        gamma=gamma,
-        lambd=lambd,
-        adv_estimator=adv_estimator,
-        advantage_clip=advantage_clip,
-        whiten_advantages=whiten_advantages,
-        whiten_rewards=whiten_rewards,
-        response_mask=response_mask,
-    )
+# One function knows all estimators; `agentic_reinforce` discounts once per turn.
+agentic_compute_advantage = compute_advantage
 
 
 def compute_agentic_reinforce_return(
@@ -214,7 +169,7 @@ def compute_segment_masked_mean(tensor: Tensor, mask: Tensor) -> Tensor:
     return segment_masked_mean(tensor, mask)
 
 
-def _normalize(scores_B: Tensor, groups: Tensor, norm: NormSettings, scope: str | None = None) -> Tensor:
+def _normalize(scores_B: Tensor, groups: Tensor, norm: RewardNormalizationConfig, scope: str | None = None) -> Tensor:
     """Normalise as configured; `scope` replaces the scope of the statistics that are on."""
     mean, std = norm.norm_mean_type, norm.norm_std_type
     if scope is not None:

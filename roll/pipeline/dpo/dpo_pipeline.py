@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,12 +41,15 @@ from roll.pipeline.dpo.reference_scores import (
     score_pairs,
     scores_fingerprint,
 )
+from roll.pipeline.dpo.samples import PairSamples
 from roll.pipeline.mini_batches import balance_ranks
 from roll.utils.logging import get_logger
+from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
 
 logger = get_logger(__name__)
 
 TRAIN, VALIDATION = "train", "validation"
+SAMPLES = "validation_samples"  # among stored scores: log-probs of every token of the pairs that the report shows
 LOSS, ACCURACY = "val/actor/loss", "val/actor/acc"
 
 
@@ -111,8 +115,14 @@ class DPOPipeline(BasePipeline):
         # Sums for all rows of a data set, by its name: known once computed, because the reference does not change.
         self.reference_sums: dict[str, Tensor] = {}
         self.reference: Cluster | None = None
+        self.samples: PairSamples | None = None
+        self.reference_tokens_RT: Tensor | None = None
+        if VALIDATION in self.data.datasets:
+            log = RolloutLog(self.run_dir, self.data.collator.tokenizer, None)
+            self.samples = PairSamples(self.data.datasets[VALIDATION], self.data.collator, log)
         self._make_clusters(config)
         self.restore()
+        discard_rollouts_after(self.run_dir, self.global_step)
 
     def _make_clusters(self, config: DPOConfig) -> None:
         self.actor_train = self.make_cluster("actor_train")
@@ -140,17 +150,30 @@ class DPOPipeline(BasePipeline):
             cluster = self.actor_train if self.reference is None else self.reference
             self.initialize(cluster)
             self.say(f"Scoring {sum(map(len, self.data.datasets.values())):,} pairs under the reference, once.")
-            stored = {name: self._score(cluster, name, is_own, label=name) for name in self.data.datasets}
+            stored = {}
+            for name in self.data.datasets:
+                stored[name], tokens_RT = self._score(cluster, name, is_own, label=name)
+                if tokens_RT is not None:
+                    stored[SAMPLES] = tokens_RT
             save_scores(self.run_dir, stored, fingerprint)
+        self.reference_tokens_RT = stored.pop(SAMPLES, None)
         self.reference_sums = stored
         if self.reference is not None:
             self.release(self.reference)
             self.reference = None
             free_cached_memory()
 
-    def _score(self, cluster: Cluster, name: str, without_adapter: bool, *, label: str | None = None) -> Tensor:
+    def _score(
+        self, cluster: Cluster, name: str, without_adapter: bool, *, label: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of all answers of a data set, (2N,); for validation also those of every token of its samples."""
+        tokens_RT = keep = None
+        if name == VALIDATION and self.samples is not None:
+            tokens_RT = self.samples.empty()
+            keep = partial(self.samples.keep, tokens_RT)
         meta_info = {"completion_only": True, "disable_adapter": without_adapter}
-        return score_pairs(cluster, self.data.datasets[name], self.data.collator, meta_info, label=label)
+        sums_R = score_pairs(cluster, self.data.datasets[name], self.data.collator, meta_info, label=label, keep=keep)
+        return sums_R, tokens_RT
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -231,13 +254,14 @@ class DPOPipeline(BasePipeline):
     def validate(self, step: int) -> dict[str, Any]:
         """Means over all pairs of the validation data, each pair counted once."""
         started = time.monotonic()
-        policy_R = self._score(self.actor_train, VALIDATION, without_adapter=False)
+        policy_R, tokens_RT = self._score(self.actor_train, VALIDATION, without_adapter=False)
         reference_chosen_P = reference_rejected_P = None
         if not self.settings.reference_free:
             if VALIDATION not in self.reference_sums:
                 assert self.reference is not None
                 is_own = self.reference is self.actor_train
-                self.reference_sums[VALIDATION] = self._score(self.reference, VALIDATION, without_adapter=is_own)
+                reference_R, self.reference_tokens_RT = self._score(self.reference, VALIDATION, without_adapter=is_own)
+                self.reference_sums[VALIDATION] = reference_R
             reference_chosen_P, reference_rejected_P = split_pairs(self.reference_sums[VALIDATION])
         chosen_P, rejected_P = split_pairs(policy_R)
         dataset = self.data.datasets[VALIDATION]
@@ -266,6 +290,8 @@ class DPOPipeline(BasePipeline):
         }
         values = {name: float(value) for name, value in means.items()}
         self.validations.add(step, values)
+        if self.samples is not None and tokens_RT is not None:
+            self.samples.write(step, result, tokens_RT, self.reference_tokens_RT)
         return {**values, "time/val_step": time.monotonic() - started}
 
     def finish_with_validation(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ def score_pairs(
     meta_info: Mapping[str, Any],
     *,
     label: str | None = None,
+    keep: Callable[[np.ndarray, Tensor], None] | None = None,
 ) -> Tensor:
     """(2N,) float32: the summed log-probability of every completion under the cluster's model, rows as in `dataset`.
 
     Pairs of similar length go together, longest first: little padding, and what does not fit fails at once. With a
-    `label`, a progress bar shows on a terminal.
+    `label`, a progress bar shows on a terminal. `keep` sees the log-probs of every token before they are summed: it is
+    called with the pairs of each batch, (P,), and their log-probs, (2P, S-1).
     """
     longest_N = dataset.lengths.reshape(-1, 2).max(axis=1)
     order = np.argsort(-longest_N, kind="stable")
@@ -59,6 +61,8 @@ def score_pairs(
     for pairs in batches:
         batch = DataProto.from_single_dict(collator([dataset[int(i)] for i in pairs]), meta_info=dict(meta_info))
         log_probs_RT = compute_log_probs(cluster, batch).batch["log_probs"]
+        if keep is not None:
+            keep(pairs, log_probs_RT)
         rows = torch.from_numpy(np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1))
         sums_R[rows], _ = sequence_log_probs(log_probs_RT, batch["attention_mask"], batch["prompt_id_lens"])
     return sums_R

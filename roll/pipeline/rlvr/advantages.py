@@ -35,16 +35,7 @@ def add_advantages(
 
 def _advantages(rows: DataProto, config: RLVRConfig) -> tuple[DataProto, dict[str, float]]:
     rows.meta_info = {key: value for key, value in rows.meta_info.items() if key != "metrics"}
-    rows = compute_advantage(
-        rows,
-        gamma=config.gamma,
-        lambd=config.lambd,
-        adv_estimator=config.adv_estimator,
-        advantage_clip=config.advantage_clip,
-        whiten_advantages=config.whiten_advantages,
-        whiten_rewards=config.whiten_rewards,
-        response_mask=rows["final_response_mask"],
-    )
+    rows = compute_advantage(rows, response_mask=rows["final_response_mask"], **config.advantage_settings)
     return rows, rows.meta_info.pop("metrics", {})
 
 

@@ -24,14 +24,13 @@ from typing import Any
 
 from roll.datasets.prompts import Prompt, PromptSampler, domain_sizes
 from roll.distributed.executor.cluster import Cluster
-from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
+from roll.engines.request import GenerationOutput, GenerationRequest
 from roll.exceptions import DataError
+from roll.pipeline.engine_gate import EngineGate
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
-from roll.pipeline.rlvr.rollout import Rollout, Tally, group_metrics, group_samples
+from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally, group_samples
 from roll.pipeline.rlvr.samples import Group, Sample
 from roll.pipeline.rlvr.scoring import Scorer
-
-ABORT_AGAIN = 0.2  # seconds; a call that was on its way to a worker has not been aborted yet
 
 
 @dataclass
@@ -91,20 +90,13 @@ class Job:
         ]
 
 
-class AsyncRolloutCollector:
+class AsyncRolloutCollector(RolloutCollector):
     """Keeps generating until `close`. The main thread pauses it around weight updates and takes batches from it."""
 
     def __init__(
         self, config: RLVRConfig, sampler: PromptSampler, engine: Cluster, score: Scorer, tokenizer: Any
     ) -> None:
-        assert config.actor_infer.generating_args is not None
-        self.config = config
-        self.sampler = sampler
-        self.engine = engine
-        self.score = score
-        self.tokenizer = tokenizer
-        self.sampling = SamplingParams.from_config(config.actor_infer.generating_args, seed=config.seed)
-        self.filters = {domain: reward.query_filter_config for domain, reward in config.rewards.items()}
+        super().__init__(config, sampler, engine, score, tokenizer)
         self.sizes = domain_sizes(config.rollout_batch_size, sampler.shares)
         self.max_staleness = math.ceil(config.async_generation_ratio)
         self._jobs: dict[int, Job] = {}  # started and not in `_ready` yet, by number
@@ -115,8 +107,7 @@ class AsyncRolloutCollector:
         self._tally = Tally(tokenizer)
         self._num_continued = 0
         self._changed = threading.Condition()
-        self._is_paused = True
-        self._is_generating = False
+        self._gate = EngineGate(engine, self._changed)
         self._is_closed = False
         self._error: BaseException | None = None
         self._scorers = ThreadPoolExecutor(1, thread_name_prefix="roll-scoring")
@@ -127,16 +118,10 @@ class AsyncRolloutCollector:
     @contextmanager
     def paused(self, step: int) -> Iterator[None]:
         """Nothing is generated inside: running samples are aborted and go on afterwards, for `step`."""
-        with self._changed:
-            self._is_paused = True
-        while self._is_generating:
-            self.engine.abort_requests()
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_generating, timeout=ABORT_AGAIN)
-        yield
-        with self._changed:
-            self._is_paused = False
+        with self._gate.paused():
+            yield
             self._step = step
+        with self._changed:
             if not self._thread.is_alive() and not self._is_closed:
                 self._thread.start()
             self._changed.notify_all()
@@ -165,25 +150,17 @@ class AsyncRolloutCollector:
             tally, self._tally = self._tally, Tally(self.tokenizer)
             num_continued, self._num_continued = self._num_continued, 0
             self._changed.notify_all()
-        metrics = tally.metrics() | group_metrics(groups) | staleness_metrics(groups, step)
+        metrics = self.metrics_of(groups, tally, self._next_number) | staleness_metrics(groups, step)
         metrics |= {
-            "scheduler/collect_query_count": float(self._next_number),
-            "scheduler/query_use_count": float(len(groups)),
-            "scheduler/query_filter_count": float(tally.num_filtered),
             "rollout/continued_samples": float(num_continued),
             "rollout/wait_seconds": monotonic() - started,
-            "rollout/epoch": self.sampler.epoch,
         }
         return Rollout(groups, tally.dropped, metrics)
 
     def close(self) -> None:
         """Stop generating; what is under way is thrown away. Safe to call again."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        while self._is_generating and self._thread.is_alive():
-            self.engine.abort_requests()
-            self._thread.join(ABORT_AGAIN)
+        self._is_closed = True
+        self._gate.close()
         if self._thread.is_alive():
             self._thread.join()
         self._scorers.shutdown(cancel_futures=True)
@@ -196,15 +173,14 @@ class AsyncRolloutCollector:
             for pool, entries in self._ready.items():
                 waiting |= {number: (pool, group.prompt.index) for number, group in entries}
             jobs = [[number, *waiting[number]] for number in sorted(waiting)]
-            return {
-                "prompts": self.sampler.state_dict(),
+            return super().state_dict() | {
                 "next_number": self._next_number,
                 "num_used": dict(self._num_used),
                 "jobs": jobs,
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sampler.load_state_dict(state["prompts"])
+        super().load_state_dict(state)
         self._next_number = int(state["next_number"])
         self._num_used = {pool: int(count) for pool, count in state["num_used"].items()}
         for number, pool, index in state["jobs"]:
@@ -216,19 +192,12 @@ class AsyncRolloutCollector:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed or (not self._is_paused and self._has_work()))
+                    self._changed.wait_for(lambda: self._is_closed or (self._gate.is_open and self._has_work()))
                     if self._is_closed:
                         return
                     jobs = [job for job in self._jobs.values() if not job.is_done]
                     requests = [request for job in jobs for request in requests_of(job)]
-                    self._is_generating = True
-                try:
-                    outputs = self.engine.generate_requests(requests)
-                finally:
-                    with self._changed:
-                        self._is_generating = False
-                        self._changed.notify_all()
-                self._take_in(jobs, outputs)
+                self._take_in(jobs, self._gate.generate_requests(requests))
         except BaseException as error:  # noqa: BLE001 - the thread's border: `collect` raises it in the main thread
             self._fail(error)
 
@@ -268,12 +237,8 @@ class AsyncRolloutCollector:
             with self._changed:
                 for job in jobs:
                     for sample, draft in zip(job.samples(), job.drafts, strict=True):
-                        self._tally.num_samples += 1
-                        self._tally.num_truncated += sample.finish_reason == "length"
                         self._num_continued += draft.num_parts > 1
-                        if sample.finish_reason == "error" or not sample.token_ids:
-                            self._tally.drop(sample, f"generation: {draft.error or sample.finish_reason}")
-                        else:
+                        if self._tally.is_usable(sample, draft.error):
                             usable.append(sample)
             verdicts = self.score(usable) if usable else []
             with self._changed:

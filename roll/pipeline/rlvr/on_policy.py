@@ -14,21 +14,6 @@ class OffPolicyError(RollError, RuntimeError):
     """The policy that is trained is not the one that sampled, although nothing should have changed in between."""
 
 
-def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The gap between sampling and training at the first update, under the names of the run's log.
-
-    `rollout/logprob_gap/mean` and `/max` are |log p_train - log p_sampling| over response tokens, and
-    `actor/first_ratio_error` is the mean of |p_train / p_sampling - 1|. {} where the engine gave no log-probabilities.
-    """
-    reduced = reduce_metrics({key: value for key, value in metrics.items() if key.startswith("actor/first_")})
-    if "actor/first_gap@sum" not in reduced:
-        return {}
-    return {
-        "rollout/logprob_gap/mean": reduced["actor/first_gap@sum"],
-        "rollout/logprob_gap/max": reduced.get("actor/first_gap_max@max", 0.0),
-    }
-
-
 def check_first_update(metrics: Mapping[str, Any], config: RLVRConfig) -> None:
     """Stop if the ratio at the first update is too far from 1 (see `RLVRConfig.ratio_tolerance`)."""
     reduced = reduce_metrics({key: value for key, value in metrics.items() if key.startswith("actor/first_ratio")})

@@ -258,9 +258,6 @@ class RLVRConfig(PPOConfig):
             self._change_role("validation", generating_args=sampling.model_copy(update={"max_new_tokens": room}))
         if self.reward_model is not None and self.reward_model.worker_cls is None:
             self._change_role("reward_model", worker_cls="roll.pipeline.base_worker.InferWorker")
-        if self.async_pipeline and not self.force_disable_old_logprobs_recompute:
-            # The policy that samples is not the one that is trained, so the loss needs both.
-            self.settle(enable_old_logprobs_recompute=True)
 
     def _problems(self) -> list[Problem]:
         problems = super()._problems()
@@ -270,9 +267,6 @@ class RLVRConfig(PPOConfig):
                 problems.append(wrong(prompt, getattr(self, prompt), expected))
         if 0 < self.async_generation_ratio < 1:
             problems.append(wrong("async_generation_ratio", self.async_generation_ratio, "0, or at least 1"))
-        if self.async_pipeline and self.backend == "local":
-            expected = '"ray" or "auto", because roles in one process take turns and async_generation_ratio is above 0'
-            problems.append(wrong("backend", "local", expected))
         problems += division_problems(self.batch_plans().values(), "rollout_batch_size")
         data_args = self.actor_train.data_args
         shares = (data_args.domain_interleave_probs if data_args else None) or {}
@@ -333,11 +327,6 @@ class RLVRConfig(PPOConfig):
         if not self.rewards:
             problems.append(Problem("rewards", "missing; say how responses are scored, one entry per domain"))
         return problems
-
-    @property
-    def execution_backend(self) -> Literal["local", "ray"]:
-        """Where workers run, decided: also on Ray where generation goes on while the policy is trained."""
-        return "ray" if self.async_pipeline and self.backend == "auto" else super().execution_backend
 
     @property
     def samples_per_prompt(self) -> int:

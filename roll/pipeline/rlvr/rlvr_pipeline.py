@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from roll.algorithms.rewards import RunningMoments
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from roll.exceptions import ConfigError, DataError
-from roll.models.model_providers import default_tokenizer_provider
-from roll.pipeline.base_pipeline import BasePipeline
-from roll.pipeline.mini_batches import balance_ranks
+from roll.distributed.scheduler.protocol import DataProto
+from roll.exceptions import DataError
+from roll.pipeline.policy_pipeline import MAX_EMPTY_STEPS, PolicyPipeline
 from roll.pipeline.rlvr.advantages import add_advantages
 from roll.pipeline.rlvr.async_rollout import AsyncRolloutCollector
 from roll.pipeline.rlvr.evaluation import evaluate
-from roll.pipeline.rlvr.on_policy import check_first_update, first_update_report
+from roll.pipeline.rlvr.on_policy import check_first_update
 from roll.pipeline.rlvr.prompt_data import load_train_prompts, load_val_prompts
 from roll.pipeline.rlvr.replay import dump_rollout, load_rollout
 from roll.pipeline.rlvr.rewards.check import check_rewards
@@ -28,21 +22,13 @@ from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally
 from roll.pipeline.rlvr.samples import scored_batch
 from roll.pipeline.rlvr.scoring import Scorer, close_rewards
 from roll.pipeline.rlvr.validation import ValSampling, val_metrics, validate
-from roll.utils.kl_controller import get_kl_controller
-from roll.utils.logging import get_logger
-from roll.utils.metrics.metrics_manager import MetricsManager
-from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
-from roll.utils.run_folder import Status
+from roll.utils.rollout_log import RolloutLog
 from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch, correction_enabled
 
-logger = get_logger(__name__)
-
-MODEL_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 LOSS_MASKS = ["response_mask", "final_response_mask"]
-MAX_EMPTY_STEPS = 3  # consecutive steps without a single scored sample before a run stops
 
 
-class RLVRPipeline(BasePipeline):
+class RLVRPipeline(PolicyPipeline):
     """PPO, GRPO, REINFORCE++ and relatives on prompts with checkable answers."""
 
     progress_metrics: ClassVar[Mapping[str, str]] = {
@@ -54,43 +40,25 @@ class RLVRPipeline(BasePipeline):
     def __init__(self, pipeline_config: RLVRConfig, *, progress: bool | None = None) -> None:
         # What can be wrong with the input is found before a model is loaded and before the run has a folder.
         config = pipeline_config
-        problems = config.missing_for_training()
-        if problems:
-            raise ConfigError("\n".join(map(str, problems)))
-        self.tokenizer = default_tokenizer_provider(config.actor_train.model_args)
+        self.tokenizer = self.load_tokenizer(config)
         self.sampler = self.val_prompts = None
         if not config.is_replay:
             check_rewards(config)
             self.sampler = load_train_prompts(config, self.tokenizer)
             self.val_prompts = load_val_prompts(config, self.tokenizer)
         super().__init__(config, progress=progress)
-
-        self.actor_train = self.make_cluster("actor_train")
-        roles = self.pipeline_config.active_roles()
-        self.reference = self.make_cluster("reference") if "reference" in roles else None
-        self.critic = self.make_cluster("critic") if "critic" in roles else None
-        self.actor_infer = self.make_cluster("actor_infer") if "actor_infer" in roles else None
         self.rewards = {domain: self.make_cluster(f"reward-{domain}") for domain in config.rewards if self.actor_infer}
-        self.clusters = [
-            cluster
-            for cluster in (self.actor_train, self.reference, self.critic, self.actor_infer, *self.rewards.values())
-            if cluster is not None
-        ]
+        self.clusters += self.rewards.values()
         self.initialize(*self.clusters)
-        trained = [cluster for cluster in (self.actor_train, self.critic) if cluster is not None]
-        self.set_checkpoint_clusters(*trained)
-
-        self.metrics = MetricsManager()
-        self.kl_ctrl = get_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self.running = {domain: RunningMoments() for domain in config.rewards}
-        self.num_empty_steps = 0
-        self.collector: RolloutCollector | AsyncRolloutCollector | None = None
         self.score = Scorer(self.rewards, self.tokenizer)
+        self.collector: RolloutCollector | None = None
         if self.actor_infer is not None and self.sampler is not None:
-            frequency = config.actor_infer.model_update_frequency
-            self.set_model_update_pair(self.actor_train, self.actor_infer, frequency)
-            collector = AsyncRolloutCollector if config.async_pipeline else RolloutCollector
-            self.collector = collector(config, self.sampler, self.actor_infer, self.score, self.tokenizer)
+            parts = (config, self.sampler, self.actor_infer, self.score, self.tokenizer)
+            if config.async_pipeline:
+                self.collector = self.background = AsyncRolloutCollector(*parts)
+            else:
+                self.collector = RolloutCollector(*parts)
         self.sample_logs = self._make_sample_logs()
         self.restore()
 
@@ -109,7 +77,7 @@ class RLVRPipeline(BasePipeline):
                 if batch is not None:
                     batch.meta_info = {"global_step": step, "loss_mask_keys": LOSS_MASKS}
                     with metrics.timer("time/ref_log_probs_values"):
-                        batch = self.add_reference_and_values(batch)
+                        batch = self.add_values(self.add_reference(batch))
                     with metrics.timer("time/old_log_probs"):
                         batch = self.add_old_log_probs(batch)
                     batch, found = add_advantages(batch, self.pipeline_config, self.kl_ctrl, self.running)
@@ -122,49 +90,24 @@ class RLVRPipeline(BasePipeline):
                 for log in self.sample_logs:
                     log.write(step, batch, dropped=rollout.dropped)
             self.end_step(step, metrics.pop())
-        self.finish(self._final_validation())
-
-    def generation_paused(self, step: int) -> AbstractContextManager[None]:
-        """Where generation runs beside training, it waits inside; where the two take turns, there is nothing to do."""
-        if isinstance(self.collector, AsyncRolloutCollector):
-            return self.collector.paused(step)
-        return nullcontext()
-
-    def update_engine(self, step: int) -> None:
-        """Bring the policy's weights to the role that generates; their checksum is in the metrics."""
-        if self.actor_infer is not None:
-            self._use(self.actor_train, self.actor_infer)
-            with self.metrics.timer("time/step_model_update"):
-                self.metrics.add_metrics(self.model_update(step))
+        self.finish(self._result())
 
     def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
         """The scored batch of this step, generated or replayed; None if not one sample could be scored."""
         config = self.pipeline_config
         if config.is_replay:
             return load_rollout(config.rollout_mock.dump_dir, step), Rollout()
-        self._use(self.actor_infer, *self.rewards.values())
+        self.use(self.actor_infer, *self.rewards.values())
         assert self.collector is not None
         rollout = self.collector.collect(step)
         self.metrics.add_metrics(rollout.metrics)
         self._count_empty_steps(rollout)
         if not rollout.groups:
             return None, rollout
-        batch = scored_batch(rollout.groups, self.tokenizer.pad_token_id)
+        batch = scored_batch(rollout.groups, self.pad_token_id)
         if config.is_dump:
             dump_rollout(config.rollout_mock.dump_dir, step, batch)
         return batch, rollout
-
-    def add_reference_and_values(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs` (B, S-1) of the reference, or of the policy without its adapter; `values` of the critic."""
-        if self.pipeline_config.enable_reference:
-            if self.reference is not None:
-                scored = self._score_rows(self.reference, "compute_log_probs", batch)
-            else:
-                scored = self._score_rows(self.actor_train, "compute_log_probs", batch, disable_adapter=True)
-            batch["ref_log_probs"] = scored["log_probs"]
-        if self.critic is not None:
-            batch["values"] = self._score_rows(self.critic, "compute_values", batch)["values"]
-        return batch
 
     def add_old_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropy` (B, S-1) of the policy before this step's updates, where they are needed, and
@@ -176,7 +119,7 @@ class RLVRPipeline(BasePipeline):
             # Stale samples come from older policies: the ratio is taken against those that made them.
             batch["old_log_probs"] = batch["infer_logprobs"].clone()
             return batch
-        scored = self._score_rows(self.actor_train, "compute_log_probs", batch)
+        scored = self.score_rows(self.actor_train, "compute_log_probs", batch)
         batch["old_log_probs"], batch["entropy"] = scored["log_probs"], scored["entropy"]
         batch, found = apply_train_infer_correction_to_batch(config, batch)
         self.metrics.add_metrics(found)
@@ -191,21 +134,19 @@ class RLVRPipeline(BasePipeline):
         rows = batch.select(None, ["sample_uuid"])
         rows.pop(["prompts", "responses", "prompt_mask"])
         if self.critic is not None:
-            self._train_on(self.critic, rows)
+            self.train_on(self.critic, rows)
         if step >= self.pipeline_config.critic_warmup:
-            found = self._train_on(self.actor_train, rows)
-            self.metrics.add_metrics(first_update_report(found))
-            check_first_update(found, self.pipeline_config)
+            check_first_update(self.train_policy(rows), self.pipeline_config)
 
     def validate(self, step: int) -> dict[str, float]:
         """Answer and score the validation prompts; the samples go to the run's `rollouts/val-*.jsonl`."""
         assert self.val_prompts is not None and self.actor_infer is not None
-        self._use(self.actor_infer, *self.rewards.values())
+        self.use(self.actor_infer, *self.rewards.values())
         tally = Tally(self.tokenizer)
         with self.metrics.timer("time/val_step"):
             sampling = ValSampling.of(self.pipeline_config)
             groups = validate(self.val_prompts, sampling, self.actor_infer.generate_requests, self.score, tally)
-        batch = scored_batch(groups, self.tokenizer.pad_token_id) if groups else None
+        batch = scored_batch(groups, self.pad_token_id) if groups else None
         for log in self.sample_logs:
             log.write(step, batch, split="val", dropped=tally.dropped)
         return val_metrics(groups, tally)
@@ -220,66 +161,25 @@ class RLVRPipeline(BasePipeline):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, dict[str, Any]]:
-        states = {
-            "kl_controller": self.kl_ctrl.state_dict(),
-            "running_moments": {domain: moments.state_dict() for domain, moments in self.running.items()},
-            "steps": {"num_empty": self.num_empty_steps},
-        }
-        if self.collector is not None:
-            states["rollouts"] = self.collector.state_dict()
-        return states
+        moments = {domain: moments.state_dict() for domain, moments in self.running.items()}
+        rollouts = {} if self.collector is None else {"rollouts": self.collector.state_dict()}
+        return super().states() | {"running_moments": moments} | rollouts
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
-        self.kl_ctrl.load_state_dict(states["kl_controller"])
+        super().load_states(states)
         for domain, moments in self.running.items():
             moments.load_state_dict(states["running_moments"][domain])
-        self.num_empty_steps = states["steps"]["num_empty"]
         if self.collector is not None and "rollouts" in states:
             self.collector.load_state_dict(states["rollouts"])
-        discard_rollouts_after(self.run_dir, self.global_step - 1)
 
-    def close(self, status: Status = "stopped") -> None:
-        if isinstance(self.collector, AsyncRolloutCollector):
-            self.collector.close()
-        if self.run_log is not None:  # not closed yet
-            for cluster in self.rewards.values():
-                close_rewards(cluster)
-        super().close(status)
+    def close_sources(self) -> None:
+        for cluster in self.rewards.values():
+            close_rewards(cluster)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def should_validate(self, step: int) -> bool:
         return self.val_prompts is not None and self.should_eval(step)
-
-    def _score_rows(self, cluster: Cluster, method: str, batch: DataProto, **meta_info: Any) -> DataProto:
-        """What a role computes for every row; ranks without a row get a copy of one, whose result is dropped."""
-        self._use(cluster)
-        rows = batch.select(MODEL_COLUMNS, [])
-        rows.meta_info = {**batch.meta_info, **meta_info}
-        num_ranks = cluster.dp_size if len(rows) < cluster.dp_size else 1
-        padded, num_extra = pad_dataproto_to_divisor(rows, num_ranks)
-        result = cluster.execute_all_sync(method, padded)
-        self.metrics.add_metrics(result.meta_info.pop("metrics", {}))
-        return unpad_dataproto(result, num_extra)
-
-    def _train_on(self, cluster: Cluster, rows: DataProto) -> dict[str, Any]:
-        self._use(cluster)
-        num_missing = cluster.dp_size - len(rows)
-        if num_missing > 0:
-            spare = rows.select_idxs([0] * num_missing)
-            for key in LOSS_MASKS:  # rows that only give every rank something to do
-                spare[key] = torch.zeros_like(spare[key])
-            rows = DataProto.concat([rows, spare])
-        result = cluster.train_step(balance_ranks(rows, cluster.dp_size))
-        found = result.meta_info["metrics"]
-        self.metrics.add_metrics(found)
-        return found
-
-    def _use(self, *clusters: Cluster | None) -> None:
-        """With `is_offload_states`, only these roles keep their models on the device."""
-        if self.pipeline_config.is_offload_states:
-            for cluster in self.clusters:
-                (cluster.load_states if cluster in clusters else cluster.offload_states)()
 
     def _count_empty_steps(self, rollout: Rollout) -> None:
         self.num_empty_steps = 0 if rollout.groups or not rollout.dropped else self.num_empty_steps + 1
@@ -308,12 +208,8 @@ class RLVRPipeline(BasePipeline):
             if cluster is not None
         }
 
-    def _final_validation(self) -> str:
+    def _result(self) -> str:
         if self.val_prompts is None or self.pipeline_config.eval_steps <= 0:
             return ""
-        with self.generation_paused(self.global_step):
-            self.update_engine(self.global_step)
-            result = self.validate(self.global_step)
-        self.log(self.global_step, self.metrics.pop() | result)
-        self.summary |= result
+        result = self.final_validation()
         return f"Validation: {result.get('val_correct/all/mean', 0.0):.3f} of the samples are right."

@@ -27,10 +27,6 @@ class Rollout:
     dropped: list[DroppedSample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def num_samples(self) -> int:
-        return sum(len(group.samples) for group in self.groups)
-
 
 class RolloutCollector:
     """Collects the rollout of a step: `rollout_batch_size` prompts with `num_return_sequences_in_group` samples each.
@@ -45,7 +41,7 @@ class RolloutCollector:
         assert config.actor_infer.generating_args is not None
         self.config = config
         self.sampler = sampler
-        self.generate: Generate = engine.generate_requests
+        self.engine = engine
         self.score = score
         self.tokenizer = tokenizer
         self.sampling = SamplingParams.from_config(config.actor_infer.generating_args, seed=config.seed)
@@ -72,15 +68,20 @@ class RolloutCollector:
             if is_full or all(rule.type == "no_filter" for rule in self.filters.values()):
                 break
         groups = [group for pool in wanted for group in kept[pool]]
-        metrics = {
+        metrics = self.metrics_of(groups, tally, num_drawn) | {
+            "rollout/rounds": float(num_rounds),
+            "rollout/missing_prompts": float(self.config.rollout_batch_size - len(groups)),
+        }
+        return Rollout(groups, tally.dropped, metrics)
+
+    def metrics_of(self, groups: Sequence[Group], tally: Tally, num_drawn: int) -> dict[str, float]:
+        counts = {
             "scheduler/collect_query_count": float(num_drawn),
             "scheduler/query_use_count": float(len(groups)),
             "scheduler/query_filter_count": float(tally.num_filtered),
-            "rollout/rounds": float(num_rounds),
-            "rollout/missing_prompts": float(self.config.rollout_batch_size - len(groups)),
             "rollout/epoch": self.sampler.epoch,
         }
-        return Rollout(groups, tally.dropped, metrics | tally.metrics() | group_metrics(groups))
+        return counts | tally.metrics() | group_metrics(groups)
 
     def state_dict(self) -> dict[str, Any]:
         return {"prompts": self.sampler.state_dict()}
@@ -92,7 +93,7 @@ class RolloutCollector:
         """Generate and score; the groups in the order of the prompts, without samples that failed."""
         requests = make_requests(prompts, names, self.sampling, self.config.num_return_sequences_in_group)
         prompt_of = dict(zip(names, prompts, strict=True))
-        outputs = self.generate(requests)
+        outputs = self.engine.generate_requests(requests)
         return scored_groups([(prompt_of[output.request_id], output) for output in outputs], self.score, tally)
 
 
@@ -105,6 +106,15 @@ class Tally:
         self.num_samples = 0
         self.num_truncated = 0
         self.num_filtered = 0
+
+    def is_usable(self, sample: Sample, error: str | None) -> bool:
+        """Count a sample that was generated; without tokens, or with an error, it is dropped."""
+        self.num_samples += 1
+        self.num_truncated += sample.finish_reason == "length"
+        if sample.finish_reason != "error" and sample.token_ids:
+            return True
+        self.drop(sample, f"generation: {error or sample.finish_reason}")
+        return False
 
     def drop(self, sample: Sample, reason: str, scored: ScoredSample | None = None) -> None:
         self.dropped.append(sample.dropped(reason, self.tokenizer, scored))
@@ -133,15 +143,8 @@ def scored_groups(
     answers: Sequence[tuple[Prompt, GenerationOutput]], score: Callable[[list[Sample]], list[Verdict]], tally: Tally
 ) -> list[Group]:
     """The samples in groups, in the order of their first sample, each with its score; failures are dropped."""
-    samples = []
-    for prompt, output in answers:
-        sample = sample_of(prompt, output)
-        tally.num_samples += 1
-        tally.num_truncated += output.finish_reason == "length"
-        if output.finish_reason == "error" or not output.token_ids:
-            tally.drop(sample, f"generation: {output.error or output.finish_reason}")
-        else:
-            samples.append(sample)
+    found = [(sample_of(prompt, output), output.error) for prompt, output in answers]
+    samples = [sample for sample, error in found if tally.is_usable(sample, error)]
     return group_samples(samples, score(samples) if samples else [], tally)
 
 

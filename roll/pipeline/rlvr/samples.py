@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 
-from roll.datasets.collator import positions
+from roll.datasets.collator import placed, positions
 from roll.datasets.prompts import Prompt
+from roll.distributed.scheduler.batch_columns import object_column
 from roll.distributed.scheduler.protocol import DataProto
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
 from roll.exceptions import DataError
@@ -150,27 +149,11 @@ def make_batch(samples: Sequence[Sample], pad_token_id: int) -> DataProto:
     return DataProto.from_dict(tensors, non_tensors=_row_columns(samples))
 
 
-def placed(
-    rows: Sequence[Sequence[float]], first: int | np.ndarray, width: int, fill: float, dtype: DTypeLike
-) -> np.ndarray:
-    """(len(rows), width), filled with `fill`, and each row's values from its column `first` on.
-
-    Example: placed([[5, 6], [7]], np.array([1, 0]), 3, 0, int) is [[0, 5, 6], [7, 0, 0]].
-    """
-    lengths = np.array([len(row) for row in rows])
-    flat = np.fromiter(chain.from_iterable(rows), dtype=dtype, count=int(lengths.sum()))
-    row_of = np.repeat(np.arange(len(rows)), lengths)
-    offset = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    table = np.full((len(rows), width), fill, dtype=dtype)
-    table[row_of, offset + np.repeat(np.broadcast_to(first, len(rows)), lengths)] = flat
-    return table
-
-
-def _row_columns(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+def _row_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """What is known of each row besides its tokens: the columns of its data file, and where it comes from."""
     names = dict.fromkeys(name for sample in samples for name in sample.prompt.row)
     columns: dict[str, list[Any]] = {name: [sample.prompt.row.get(name) for sample in samples] for name in names}
-    columns |= {
+    return columns | {
         "prompt": [sample.prompt.question for sample in samples],
         "ground_truth": [sample.prompt.ground_truth for sample in samples],
         "tag": [sample.prompt.tag for sample in samples],
@@ -181,14 +164,6 @@ def _row_columns(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
         "finish_reason": [sample.finish_reason for sample in samples],
         "policy_version": [sample.oldest_version for sample in samples],
     }
-    return {name: _objects(values) for name, values in columns.items()}
-
-
-def _objects(values: Iterable[Any]) -> np.ndarray:
-    listed = list(values)
-    column = np.empty(len(listed), dtype=object)
-    column[:] = listed  # keeps lists whole, unlike np.array
-    return column
 
 
 def scored_batch(groups: Sequence[Group], pad_token_id: int) -> DataProto:
@@ -197,7 +172,7 @@ def scored_batch(groups: Sequence[Group], pad_token_id: int) -> DataProto:
     batch = make_batch([entry.sample for entry in scored], pad_token_id)
     batch["scores"] = torch.tensor([entry.score for entry in scored], dtype=torch.float32)
     batch["response_level_rewards"] = torch.tensor([entry.reward for entry in scored], dtype=torch.float32)
-    batch["reward_parts"] = _objects(entry.parts for entry in scored)
+    batch["reward_parts"] = object_column("reward_parts", [entry.parts for entry in scored])
     return batch
 
 

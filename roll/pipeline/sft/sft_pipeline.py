@@ -16,10 +16,12 @@ from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_pipeline import BasePipeline
 from roll.pipeline.sft.sft_config import SFTConfig
 from roll.utils.logging import get_logger
+from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
 
 logger = get_logger(__name__)
 
 VALIDATION_ROWS = 256  # rows of one call to the workers
+NUM_SAMPLES = 16  # rows of a validation that the report shows token by token
 
 
 class SFTPipeline(BasePipeline):
@@ -49,12 +51,14 @@ class SFTPipeline(BasePipeline):
         self.initialize(self.actor_train)
         self.set_checkpoint_clusters(self.actor_train)
         self.restore()
+        self.sample_log = RolloutLog(self.run_dir, self.tokenizer, NUM_SAMPLES)
+        discard_rollouts_after(self.run_dir, self.global_step)
 
     def run(self) -> None:
         for step in self.steps():
             metrics: dict[str, Any] = {}
             if self.val_dataset is not None and self.should_eval(step):
-                metrics |= self.validate()
+                metrics |= self.validate(step)
                 if self._has_learned_enough(metrics):
                     self.log(step, metrics)
                     break
@@ -71,11 +75,15 @@ class SFTPipeline(BasePipeline):
         batch["response_mask"] = (batch.pop(["labels"])["labels"] != LABEL_PAD).long()
         return batch
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, step: int) -> dict[str, float]:
         """Mean loss of a token, share of tokens that are the model's first choice, share of rows where all are."""
         loss = tokens = correct = exact = 0.0
-        for batch in self._validation_batches():
+        for number, batch in enumerate(self._validation_batches()):
             scored = self.actor_train.evaluate(batch)
+            if number == 0:
+                batch["old_log_probs"] = scored["log_probs"]
+                batch["scores"] = (scored["correct"] == scored["tokens"]).float()
+                self.sample_log.write(step, batch, split="val")
             loss += float(scored["loss"].double().sum())
             tokens += int(scored["tokens"].sum())
             correct += int(scored["correct"].sum())
@@ -108,7 +116,7 @@ class SFTPipeline(BasePipeline):
     def _result(self) -> str:
         if self.val_dataset is None:
             return ""
-        result = self.validate()
+        result = self.validate(self.global_step)
         self.summary |= result
         if not self.is_stopping:
             self.log(self.global_step, result)

@@ -41,7 +41,8 @@ class SFTWorker(ActorWorker):
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def evaluate(self, data: DataProto) -> DataProto:
         """For each row, (rows,): `loss` summed over the answer, `tokens` in it, and `correct`, how many of them are the
-        most likely next token. A row whose tokens all are is what greedy decoding would answer."""
+        most likely next token. A row whose tokens all are is what greedy decoding would answer. And `log_probs`,
+        (rows, S-1), of every token of the answer, 0 elsewhere."""
         results = self.strategy.forward_step(self.strategy.get_data_input(data), self.forward_func_evaluate)
         return DataProto.from_dict(results)
 
@@ -52,7 +53,8 @@ class SFTWorker(ActorWorker):
         is_best_BT = torch.zeros_like(mask_BT)
         is_best_BT[mask_BT] = _most_likely(output_tensor[:, :-1][mask_BT]) == labels
         loss_B = -log_probs_BT.sum(-1)
-        return loss_B, {"loss": loss_B, "tokens": mask_BT.sum(-1), "correct": is_best_BT.sum(-1)}
+        counts = {"tokens": mask_BT.sum(-1), "correct": is_best_BT.sum(-1)}
+        return loss_B, {"loss": loss_B, "log_probs": log_probs_BT, **counts}
 
 
 def _most_likely(logits: ModelOutput) -> Tensor:

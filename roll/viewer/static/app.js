@@ -6,11 +6,16 @@
   const main = $("main");
   let turn = 0;
 
+  // From the click or the key on, what is on the screen is the place before. Whatever is still being drawn for it gives
+  // up, and `data-ready` of the body, which names the view that stands complete and painted, is gone until the new one is.
+  R.leave = () => { delete document.body.dataset.ready; return ++turn; };
+  const painted = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+
   async function show() {
     if (location.hash === "#main") { main.focus(); history.replaceState(null, "", R.shown || "#overview"); return; }
     const { view, state } = R.route();
     R.shown = location.hash;
-    const mine = ++turn;
+    const mine = R.leave();
     R.hideCard();
     if (R.current !== view) window.scrollTo(0, 0);
     R.current = view;
@@ -24,8 +29,10 @@
       if (mine === turn) main.replaceChildren(R.h("p", { class: "notice" }, `This view could not be shown: ${R.plain(error.message)}`));
       console.error(error);
     }
+    if (mine !== turn) return;
     R.dropCharts();
-    document.body.dataset.ready = view;
+    await painted();
+    if (mine === turn) document.body.dataset.ready = view;
   }
 
   function header() {
@@ -115,6 +122,11 @@
     setTheme();
     header();
     addEventListener("hashchange", show);
+    addEventListener("click", (event) => {
+      const link = event.target.closest?.("a[href^='#']");
+      const opensHere = link && !event.defaultPrevented && !event.ctrlKey && !event.metaKey && !event.shiftKey && !event.altKey;
+      if (opensHere && link.hash !== "#main" && link.hash !== location.hash) R.leave(); // its hashchange comes later
+    });
     await show();
     if (R.following) setTimeout(follow, 3000);
   }

@@ -7,9 +7,10 @@
 
   R.views.config = {
     title: "Config",
-    async render(main, state) {
+    async render(main, state, current) {
       const run = Math.min(Number(state.run) || 0, R.index.runs.length - 1);
       const { rows } = await R.load(`run${run}/config`, R.version || "");
+      if (!current()) return;
       const info = R.index.runs[run].info;
       const comparable = rows.some((row) => row.kind !== "unknown");
       let query = "", only = comparable;
@@ -33,12 +34,12 @@
       search.addEventListener("input", () => { query = search.value.trim(); fill(); });
       toggle.addEventListener("change", () => { only = toggle.checked; fill(); });
       const overrides = Array.isArray(info.overrides) && info.overrides.length ? R.h("p", {}, "Given on the command line: ", info.overrides.map((text) => R.h("code", { class: "override" }, R.plain(text).slice(0, 300)))) : null;
+      fill();
       main.replaceChildren(
         R.runPicker(run, (i) => R.go("config", { run: i })) || "",
         R.h("div", { class: "toolbar" }, search, R.h("label", { class: "control" }, toggle, "only what differs from the defaults"), count),
         overrides || "",
         rows.length ? R.h("div", { class: "panel table-box" }, R.h("table", { class: "config" }, R.h("thead", {}, R.h("tr", {}, ["Key", "Value", "Default", ""].map((text) => R.h("th", {}, text)))), body)) : R.h("p", { class: "empty" }, "The run folder holds no config.yaml."));
-      fill();
     },
   };
 })();

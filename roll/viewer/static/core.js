@@ -219,7 +219,7 @@ R.link = (view, state = {}) => {
 R.go = (view, state, replace = false) => {
   const hash = R.link(view, state);
   if (location.hash === hash) return;
-  if (replace) { history.replaceState(null, "", hash); R.shown = hash; } else location.hash = hash;
+  if (replace) { history.replaceState(null, "", hash); R.shown = hash; } else { R.leave(); location.hash = hash; }
 };
 
 R.isDark = () => {

@@ -26,8 +26,9 @@
 
   R.views.curves = {
     title: "Curves",
-    async render(main, state) {
+    async render(main, state, current) {
       const datas = await Promise.all(R.index.runs.map((_, i) => R.metrics(i)));
+      if (!current()) return;
       const metrics = [...new Set(datas.flatMap((data) => Object.keys(data.metrics)))].sort();
       settings.q = state.q ?? settings.q;
       const marks = state.mark ? [Number(state.mark)] : [];
@@ -83,11 +84,11 @@
       smooth.addEventListener("input", () => { settings.smooth = Number(smooth.value); amount.textContent = settings.smooth.toFixed(2); redraw(); });
       axis.addEventListener("change", () => { settings.axis = axis.value; redraw(); });
       log.addEventListener("change", () => { settings.log = log.checked; redraw(); });
+      filter();
       main.replaceChildren(
         R.h("div", { class: "toolbar" }, search, found, R.h("label", { class: "control" }, "Smoothing", smooth, amount), R.h("label", { class: "control" }, axis), R.h("label", { class: "control" }, log, "log scale"), runs),
         !R.index.plotly ? R.h("p", { class: "notice" }, "The charts are simple sketches because plotly is not installed: pip install 'roll-rl[report]', then write the report again.") : "",
         metrics.length ? R.h("div", { class: "curves" }, sections.map(({ section }) => section)) : R.h("p", { class: "empty" }, "No metric was logged yet."));
-      filter();
     },
   };
 })();

@@ -42,7 +42,8 @@
   };
   // The logged samples nearest to a step.
   R.nearestStep = (run, step) => {
-    const steps = R.index.runs[run].steps.filter((item) => item.split === "train");
+    const all = R.index.runs[run].steps, trained = all.filter((item) => item.split === "train");
+    const steps = trained.length ? trained : all;
     if (!steps.length) return null;
     return steps.reduce((best, item) => (Math.abs(item.step - step) < Math.abs(best.step - step) ? item : best)).step;
   };
@@ -165,9 +166,10 @@
 
   R.views.overview = {
     title: "Overview",
-    async render(main, state) {
+    async render(main, state, current) {
       const run = Math.min(Number(state.run) || 0, R.index.runs.length - 1);
       const datas = await Promise.all(R.index.runs.map((_, i) => R.metrics(i)));
+      if (!current()) return;
       const entry = R.index.runs[run];
       const info = entry.info;
       const words = [info.pipeline && String(info.pipeline).toUpperCase(), info.started && `started ${String(info.started).replace("T", " ").slice(0, 16)}`, info.roll && `roll ${info.roll}`].filter(Boolean).map((word) => R.plain(word).slice(0, 80));

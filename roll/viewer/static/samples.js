@@ -13,6 +13,7 @@
     length: ["Cut off", (row) => row.finish === "length"],
     good: ["Advantage above 0", (row) => row.advantage > 0],
     poor: ["Advantage below 0", (row) => row.advantage < 0],
+    wrong: ["Ranked wrong", (row) => row.ranked === "wrong"],
   };
   const SORT = {
     group: ["By group", null],
@@ -76,7 +77,7 @@
     return R.h("a", { class: `sample-row${selected ? " selected" : ""}`, href: R.link("samples", state({ sample: row.number })), "aria-current": selected ? "true" : null, data: { row: row.number } },
       R.h("span", { class: `score ${tone(row.score)}`, title: "score" }, R.format(row.score, 3)),
       R.h("span", { class: "row-text" }, R.h("span", { class: "preview" }, R.plain(row.preview || "(empty)")),
-        R.h("span", { class: "row-notes" }, row.advantage !== null && R.h("span", { class: tone(row.advantage) }, `advantage ${R.format(row.advantage, 3)}`),
+        R.h("span", { class: "row-notes" }, row.ranked && R.h("span", {}, R.plain(row.tag)), row.advantage !== null && R.h("span", { class: tone(row.advantage) }, `advantage ${R.format(row.advantage, 3)}`),
           row.tokens !== null && R.h("span", {}, R.plural(row.tokens, "token")),
           row.finish === "length" && R.h("span", { class: "flag warn" }, "cut off"), row.dropped && R.h("span", { class: "flag bad" }, "discarded"))));
   }
@@ -84,13 +85,16 @@
   // A prompt in one line, without the marks of a chat template around it.
   const promptLine = (text) => R.plain(text).replace(/<\|[^|<>]*\|>/g, " ").replace(/\s+/g, " ").trim().replace(/^(system|user) /, "").replace(/ assistant$/, "");
 
+  const rankedWords = (ranked) => (ranked === "tie" ? "a tie" : `ranked ${R.plain(ranked)}`);
   function groupRow({ group, rows }) {
     const scores = rows.map((row) => row.score).filter((score) => Number.isFinite(score));
     const mean = scores.length ? scores.reduce((a, b) => a + b, 0) / scores.length : null;
     const flat = scores.length > 1 && scores.every((score) => score === scores[0]);
     const about = here.listing.groups[group];
+    const { ranked } = rows[0];
+    const flag = ranked ? R.h("span", { class: `flag ${ranked === "wrong" ? "bad" : ""}` }, rankedWords(ranked)) : flat && R.h("span", { class: "flag" }, "no signal");
     return R.h("div", { class: "group-row" }, R.h("span", { class: "group-prompt" }, promptLine(about.prompt) || `group ${R.plain(about.id)}`),
-      R.h("span", { class: "group-notes" }, R.plural(rows.length, "sample"), mean !== null && `, mean ${R.format(mean, 3)}`, flat && R.h("span", { class: "flag" }, "no signal")));
+      R.h("span", { class: "group-notes" }, R.plural(rows.length, "sample"), mean !== null && `, mean ${R.format(mean, 3)}`, flag));
   }
 
   const pieceOf = (row) => R.load(`${here.entry.key}-${row.piece}`, R.following ? here.entry.stamp : "");
@@ -105,7 +109,9 @@
   }
 
   async function fillList() {
+    const list = here.list, wanted = (here.wanted = {});
     const rows = await matching();
+    if (here.list !== list || here.wanted !== wanted) return; // another step, or another search, came in between
     const compare = SORT[settings.sort][1];
     let items = rows.slice().sort(compare || (() => 0)).map((row) => ({ row }));
     if (!compare) {
@@ -136,7 +142,7 @@
   function facts(row, sample) {
     return R.h("dl", { class: "facts" }, fact("Score", R.format(row.score)), fact("Reward", sample.reward === undefined ? null : R.format(sample.reward)),
       fact("Advantage", row.advantage === null ? null : R.format(row.advantage), tone(row.advantage)), fact("Ended by", row.finish && (ENDINGS[row.finish] || R.plain(row.finish))),
-      fact("Trained tokens", row.tokens === null ? null : R.count(row.tokens)), fact("Policy version", sample.version === undefined ? null : R.plain(sample.version)),
+      fact("Pair", row.ranked && rankedWords(row.ranked)), fact("Trained tokens", row.tokens === null ? null : R.count(row.tokens)), fact("Policy version", sample.version === undefined ? null : R.plain(sample.version)),
       fact("Tag", row.tag && R.plain(row.tag)), fact("Domain", row.domain && R.plain(row.domain)),
       sample.truth !== undefined && R.h("div", { class: "fact" }, R.h("dt", {}, "Ground truth"), R.longText(R.h("dd", { class: "truth" }), String(sample.truth))));
   }
@@ -217,8 +223,9 @@
     slider.addEventListener("change", () => jump(Number(slider.value)));
     const button = (to, name, text) => R.h("button", { type: "button", class: "button small", "aria-label": name, disabled: !steps[to], onclick: () => jump(to) }, text);
     const { stats } = here.entry;
+    const pairs = here.rows.filter((row) => row.ranked && row.tag === "chosen"), right = pairs.filter((row) => row.ranked === "right");
     const words = [`${R.plural(stats.samples, "sample")}${stats.in_step > stats.samples ? ` of ${R.count(stats.in_step)}` : ""}`, stats.score !== null && `mean score ${R.format(stats.score, 3)}`,
-      stats.groups > 0 && `${stats.flat_groups} of ${R.plural(stats.groups, "group")} without signal`, stats.gap !== null && `log-prob gap ${R.format(stats.gap, 2)}`].filter(Boolean);
+      pairs.length > 0 ? `${right.length} of ${R.plural(pairs.length, "pair")} ranked right` : stats.groups > 0 && `${stats.flat_groups} of ${R.plural(stats.groups, "group")} without signal`, stats.gap !== null && `log-prob gap ${R.format(stats.gap, 2)}`].filter(Boolean);
     const splits = ["train", "val"].filter((split) => stepsOf(here.run, split).length);
     const picker = splits.length > 1 && R.h("div", { class: "segments", role: "group", "aria-label": "Split" }, splits.map((split) =>
       R.h("button", { type: "button", class: "segment", "aria-pressed": String(split === here.split), onclick: () => R.go("samples", { run: here.run || null, split }) }, split === "train" ? "Training" : "Validation")));
@@ -227,13 +234,13 @@
 
   function frame(main) {
     const choice = (options, key, name) => {
-      const select = R.h("select", { "aria-label": name }, Object.entries(options).map(([value, [text]]) => R.h("option", { value, selected: settings[key] === value }, text)));
+      const select = R.h("select", { "aria-label": name }, Object.entries(options).filter(([value, [, fits]]) => options !== SHOW || value === settings.show || here.rows.some(fits)).map(([value, [text]]) => R.h("option", { value, selected: settings[key] === value }, text)));
       select.addEventListener("change", () => { settings[key] = select.value; fillList(); });
       return select;
     };
     const search = R.h("input", { type: "search", class: "search", placeholder: "Search these samples", "aria-label": "Search the samples of this step", value: settings.q, autocomplete: "off", spellcheck: "false" });
     let timer = 0;
-    search.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => { settings.q = search.value.trim(); fillList(); }, 150); });
+    search.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => { if (!search.isConnected) return; settings.q = search.value.trim(); fillList(); }, 150); });
     here.found = R.h("span", { class: "muted found", role: "status" });
     here.list = R.h("div", { class: "sample-list", tabindex: "-1", role: "group", "aria-label": "Samples" });
     here.detail = R.h("section", { class: "detail", tabindex: "-1", "aria-label": "Sample" });
@@ -265,7 +272,9 @@
       if (Object.hasOwn(SHOW, wanted.show || "")) settings.show = wanted.show;
       here.sample = wanted.sample !== undefined && here.rows[wanted.sample] ? Number(wanted.sample) : null;
       if (here.sample === null && !isNarrow()) here.sample = firstWorthReading();
-      if (isSame) { here.list.redraw?.(); reveal(); } else { frame(main); await fillList(); }
+      if (isSame) { here.list.redraw?.(); reveal(); } else { frame(main); here.filled = fillList(); }
+      await here.filled;
+      if (!current()) return;
       await fillDetail(current);
     },
     // A followed run has new steps: the slider learns of them, and what is being read stays.

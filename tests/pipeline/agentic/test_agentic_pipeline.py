@@ -2,10 +2,8 @@
 
 import json
 import math
-import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from agentic_setup import STEP, tiny_pipeline_config
@@ -14,6 +12,8 @@ from safetensors.torch import load_file
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline, GroupFilter
 from roll.utils.tracking import read_metrics
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 GOOD = {"Good": "GoodEnv"}
 
@@ -33,15 +33,6 @@ def without_times(lines):
         {key: value for key, value in line.items() if not key.startswith(("time", "system/tps")) and key != "time"}
         for line in lines
     ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    threads, processes = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
-    yield
-    left = [thread for thread in set(threading.enumerate()) - threads if type(thread).__name__ != "TMonitor"]  # tqdm's
-    assert left == []
-    assert set(psutil.Process().children(recursive=True)) <= processes
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 import time
 
 import bad_envs
-import psutil
 import pytest
 
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.env_calls import EnvCall, EnvSpec
 from roll.pipeline.agentic.env_host import EnvHost, LocalEnvs
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 TIMEOUT = 0.5
 
@@ -20,17 +21,6 @@ def host(*names, timeout_s=TIMEOUT, **options):
 def ask(envs, *calls, wait_s=60.0):
     envs.submit(calls)
     return {reply.env_id: reply for reply in envs.collect(wait_s)}
-
-
-def children():
-    return [process for process in psutil.Process().children(recursive=True) if process.status() != "zombie"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = {process.pid for process in children()}
-    yield
-    assert [process for process in children() if process.pid not in before] == []
 
 
 def test_an_episode():

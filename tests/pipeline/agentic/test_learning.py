@@ -7,7 +7,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.registry import load_config
@@ -16,14 +15,6 @@ from roll.utils.tracking import read_metrics
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "agentic"
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def learn(tmp_path, name, *overrides, warm_steps=25):

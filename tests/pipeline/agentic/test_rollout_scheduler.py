@@ -1,7 +1,5 @@
 """Many environments at once, with a policy that answers by rule."""
 
-import threading
-
 import psutil
 import pytest
 from agentic_setup import STEP, EchoProxy, env_config, scheduler_of
@@ -10,13 +8,7 @@ from roll.engines.request import GenerationOutput
 from roll.models.tiny import character_tokenizer
 from roll.pipeline.agentic.trajectory import collate, trajectory_row
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    threads, processes = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
-    yield
-    assert set(threading.enumerate()) <= threads
-    assert set(psutil.Process().children(recursive=True)) <= processes
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def test_groups_are_complete_and_in_order():

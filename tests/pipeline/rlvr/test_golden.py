@@ -69,15 +69,6 @@ def example_curve(folder: Path) -> dict[str, list[float]]:
     return curve
 
 
-@pytest.fixture
-def one_thread():
-    """Sums over several threads may be added in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_a_small_run_logs_what_it_always_logged(tmp_path, one_thread):
     golden = json.loads(SMALL.read_text(encoding="utf-8"))
     curve = small_curve(tmp_path)

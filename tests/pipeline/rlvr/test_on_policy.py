@@ -5,8 +5,8 @@ import torch
 from rlvr_setup import make_config, make_values
 
 from roll.pipeline.base_worker import first_update_metrics
-from roll.pipeline.loss_io import sampling_metrics
-from roll.pipeline.rlvr.on_policy import OffPolicyError, check_first_update, first_update_report
+from roll.pipeline.loss_io import first_update_report, sampling_metrics
+from roll.pipeline.rlvr.on_policy import OffPolicyError, check_first_update
 
 
 def test_gap_and_ratio_by_hand():

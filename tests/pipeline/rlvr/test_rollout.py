@@ -55,7 +55,7 @@ def well(text, number):
 def test_a_full_batch_in_one_round(tmp_path):
     rollout = collector(tmp_path, well, lambda text, number: float(number % 2)).collect(7)
     assert [group.name for group in rollout.groups] == ["7-0", "7-1", "7-2", "7-3"]
-    assert rollout.num_samples == 16 and not rollout.dropped
+    assert sum(len(group.samples) for group in rollout.groups) == 16 and not rollout.dropped
     assert rollout.metrics["rollout/rounds"] == 1 and rollout.metrics["rollout/missing_prompts"] == 0
     assert rollout.metrics["rollout/no_signal_group_frac"] == 0
     assert rollout.metrics["scheduler/math/score/mean"] == 0.5

@@ -61,11 +61,16 @@ def test_the_loss_is_the_cross_entropy_of_the_answers(inputs, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     losses, exact = [], []
+    lines = (pipeline.run_dir / "rollouts" / "val-000000.jsonl").read_text().splitlines()
+    samples = [json.loads(text) for text in lines]
     for row in map(json.loads, (inputs / "test.jsonl").read_text().splitlines()):
         ids = torch.tensor([tokenizer(row["prompt"] + row["ground_truth"] + tokenizer.eos_token)["input_ids"]])
         log_probs = model(ids).logits.log_softmax(-1)[0, 1:-1]  # of the answer's digit and the end
         losses.append(-log_probs.gather(-1, ids[0, 2:, None]).detach())
         exact.append(bool((log_probs.argmax(-1) == ids[0, 2:]).all()))
+    for sample, log_probs, is_exact in zip(samples, losses, exact, strict=True):
+        assert sample["tokens"]["old_log_probs"][-2:] == pytest.approx((-log_probs).flatten().tolist(), abs=1e-4)
+        assert sample["score"] == is_exact and sample["tokens"]["mask"] == [0, 0, 1, 1]
     assert line["val/loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-5)
     assert line["val/exact_match"] == sum(exact) / len(exact)
     assert final["val/loss"] < line["val/loss"], "one step helps"

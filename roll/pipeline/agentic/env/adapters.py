@@ -15,7 +15,7 @@ from typing import Any
 
 from roll.exceptions import ConfigError, MissingDependencyError
 from roll.pipeline.agentic.env.answers import answer_with
-from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, parse_action
+from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, find_groups, parse_action
 
 _MAX_TEXT = 2000
 
@@ -102,9 +102,9 @@ class GymnasiumEnv(Env):
             parsed = parse_action(text, self.action_pattern, self.actions)
             start = int(getattr(self._env.action_space, "start", 0))
             return None if parsed.name is None else start + self.actions.index(parsed.name), parsed.content
-        match = re.search(self.action_pattern, text, re.DOTALL)
-        content = "" if match is None else ((match.groups() or (match.group(0),))[-1] or "").strip()
-        is_valid = match is not None and self._env.action_space.contains(content)
+        groups = find_groups(self.action_pattern, text)
+        content = "" if groups is None else groups[-1].strip()
+        is_valid = groups is not None and self._env.action_space.contains(content)
         return (content if is_valid else None), content
 
     def _observe(self, observation: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from roll.pipeline.agentic.env.base import find_groups
+
 
 def answer_with(pattern: str, action: str) -> str:
     r"""`pattern` with `action` in the place of its last group; the action alone if the pattern says more than texts.
@@ -13,6 +15,5 @@ def answer_with(pattern: str, action: str) -> str:
     plain = pattern.removeprefix("^").removesuffix("$").replace(r"\s*", "").replace(r"\s+", " ")
     texts = re.split(r"\([^()]*\)", plain)
     text = "".join(texts[:-1]) + action + texts[-1] if len(texts) > 1 else action
-    match = re.search(pattern, text, re.DOTALL)
-    fits = match is not None and ((match.groups() or (match.group(0),))[-1] or "").strip() == action
-    return text if fits else action
+    groups = find_groups(pattern, text)
+    return text if groups is not None and groups[-1].strip() == action else action

@@ -60,14 +60,19 @@ def parse_action(text: str, pattern: str, known: Iterable[str], special_tokens: 
     """
     for token in special_tokens:
         text = text.replace(token, "")
-    match = re.search(pattern, text, re.DOTALL)
-    if match is None:
+    groups = find_groups(pattern, text)
+    if groups is None:
         return ParsedAction(None, text)
-    groups = match.groups() or (match.group(0),)
-    content = (groups[-1] or "").strip()
-    think = (groups[0] or "").strip() if len(groups) > 1 else ""
+    content = groups[-1].strip()
+    think = groups[0].strip() if len(groups) > 1 else ""
     names = {name.lower(): name for name in known}
     return ParsedAction(names.get(content.lower()), content, think)
+
+
+def find_groups(pattern: str, text: str) -> list[str] | None:
+    """What the groups of a pattern found in a text, or all that it found if it has none; None if it found nothing."""
+    match = re.search(pattern, text, re.DOTALL)
+    return None if match is None else [group or "" for group in match.groups() or (match.group(0),)]
 
 
 def default_parser_action_func(

@@ -8,12 +8,12 @@ env = make("gymnasium:Taxi-v3")                      # through an adapter
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
 from roll.exceptions import ConfigError
+from roll.utils.import_utils import import_from
 
 EntryPoint = str | Callable[..., Any]
 
@@ -76,18 +76,4 @@ def load_entry_point(entry_point: EntryPoint) -> Callable[..., Any]:
     module_name, colon, name = entry_point.partition(":")
     if not colon:
         module_name, _, name = entry_point.rpartition(".")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that exists and fails on an import of its own has its own message.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(
-            f"environment {entry_point!r}: there is no module {error.name!r}; check the spelling, or put its folder on "
-            "PYTHONPATH"
-        ) from error
-    for part in name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise ConfigError(f"environment {entry_point!r}: module {module_name} has no {name!r}")
-    return found
+    return import_from(module_name, name, named=f"environment {entry_point!r}")

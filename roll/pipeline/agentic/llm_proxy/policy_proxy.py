@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from roll.engines.request import GenerationOutput, GenerationRequest
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.llm_proxy.base_llm_proxy import BaseLLMProxy, TurnRequest, register_llm_proxy
-
-if TYPE_CHECKING:
-    from roll.distributed.executor.cluster import Cluster
-
-_ABORT_AGAIN_S = 0.2
+from roll.pipeline.engine_gate import EngineGate
 
 
 @register_llm_proxy("policy")
@@ -30,16 +24,15 @@ class PolicyProxy(BaseLLMProxy):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._changed = threading.Condition()
-        self._is_paused = self._is_generating = self._has_given_up = False
+        self.gate = None if self.actor_infer is None else EngineGate(self.actor_infer)
 
     def generate(self, requests: Sequence[TurnRequest]) -> list[GenerationOutput]:
-        if self.actor_infer is None:
+        if self.gate is None:
             raise ConfigError("llm_proxy.proxy_type: policy needs the role actor_infer")
         done: dict[str, GenerationOutput] = {}
         pending: list[GenerationRequest] = [turn.request for turn in requests]
         while pending:
-            outputs = self._ask(self.actor_infer, pending)
+            outputs = self.gate.generate_requests(pending)
             again = []
             for request, output in zip(pending, outputs, strict=True):
                 done[output.request_id] = joined(done.get(output.request_id), output)
@@ -47,44 +40,6 @@ class PolicyProxy(BaseLLMProxy):
                     again.append(request.resume(output))
             pending = again
         return [done[turn.request.request_id] for turn in requests]
-
-    def _ask(self, actor_infer: Cluster, requests: list[GenerationRequest]) -> list[GenerationOutput]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_paused or self._has_given_up)
-            if self._has_given_up:
-                raise RuntimeError("the rollouts were closed")
-            self._is_generating = True
-        try:
-            return actor_infer.generate_requests(requests)
-        finally:
-            with self._changed:
-                self._is_generating = False
-                self._changed.notify_all()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """For another thread: inside, no turn is being answered; those that were go on afterwards."""
-        with self._changed:
-            self._is_paused = True
-        self._interrupt()
-        yield
-        with self._changed:
-            self._is_paused = False
-            self._changed.notify_all()
-
-    def give_up(self) -> None:
-        """For another thread: `generate` raises instead of answering, now and from now on."""
-        with self._changed:
-            self._has_given_up = True
-            self._changed.notify_all()
-        self._interrupt()
-
-    def _interrupt(self) -> None:
-        while self._is_generating:
-            assert self.actor_infer is not None
-            self.actor_infer.abort_requests()
-            with self._changed:  # a call that is on its way to a worker is not aborted yet: again after a moment
-                self._changed.wait_for(lambda: not self._is_generating, timeout=_ABORT_AGAIN_S)
 
 
 def joined(before: GenerationOutput | None, after: GenerationOutput) -> GenerationOutput:
