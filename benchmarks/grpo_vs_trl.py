@@ -3,7 +3,9 @@
     python benchmarks/grpo_vs_trl.py [--steps 20] [--rounds 3] [--model FOLDER] [--threads N]
 
 Every step answers 4 prompts with 8 samples of at most 32 tokens at temperature 1 (32 completions), scores them with one
-reward, and takes one optimizer step on them. Without --model a Qwen2 of 134,000 random parameters is made on the spot.
+reward, and takes one optimizer step on them. Without --model a Qwen2 of 138,000 random parameters with a byte-level BPE
+tokenizer of 512 tokens is made on the spot; `--characters` takes the one of `roll.models.tiny` instead, with one token
+for each character and so three times longer prompts.
 The two take turns, `--rounds` times, each in a process of its own, and the fastest round of each counts: other work on
 the machine only ever makes a round slower. Needs `pip install 'roll-rl[bench]'`.
 """
@@ -29,13 +31,47 @@ def score(prompt, response, ground_truth, **row):
 '''
 
 
-def make_inputs(folder: Path) -> None:
-    from roll.models.tiny import make_tiny_model
-
-    make_tiny_model(folder / "model", seed=0)
+def make_inputs(folder: Path, characters: bool) -> None:
     rows = [{"prompt": f"add {a} plus {b} equals "} for a in range(20) for b in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    if characters:
+        from roll.models.tiny import make_tiny_model
+
+        make_tiny_model(folder / "model", seed=0)
+    else:
+        make_bpe_model(folder / "model", [row["prompt"] for row in rows])
+
+
+def make_bpe_model(folder: Path, texts: list[str]) -> None:
+    """2 layers of 64, two heads that share their keys and values, random weights; tokens as a real model has them."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def run_roll(folder: Path, model: str, steps: int) -> dict[str, float]:
@@ -173,6 +209,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--model", default=None)
+    parser.add_argument("--characters", action="store_true", help="one token for each character")
     parser.add_argument("--only", choices=["roll", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -182,7 +219,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_inputs(folder)
+        make_inputs(folder, args.characters)
         model = args.model or str(folder / "model")
         rounds: dict[str, list[dict[str, float]]] = {"trl": [], "roll": []}
         for number in range(args.rounds):

@@ -27,7 +27,7 @@ from roll.models.lora import base_model
 from roll.models.token_tree import ATTENTION as TREE_ATTENTION
 from roll.ops.linear_logits import LinearLogits
 
-TOKENS_PER_ROUND = {"cpu": 4, "cuda": 8}
+TOKENS_PER_ROUND = 8
 CPU_CACHE_BYTES = 2 * 2**30  # fixed, so that batches, and the last bits of logits, are the same on every machine
 CUDA_CACHE_SHARE = 0.6  # of the memory that is free
 LEAVE_TOGETHER = 0.25  # rows leave once this share of the batch has ended: the cache of the others is copied then
@@ -150,13 +150,12 @@ class _Batch:
         self.takes_full_mask = layer_types == {"full_attention"} and attention in ("sdpa", TREE_ATTENTION)
         self.options = {"use_cache": True} | _last_logits_only(type(base_model(self.model)))
 
-        most_new = max(row.limit for row in rows)
-        self.cache = make_cache(config, room=most_new if self.device.type == "cpu" else min(most_new, 1024))
-        self._prefill()
+        self.is_small = can_decode(self.model)
         self.decoder: SmallDecoder | None = None
-        if can_decode(self.model):
-            self.decoder = SmallDecoder(self.model, self.cache, self.cache.get_seq_length() + most_new)
-            self.mask_RC = None if self.mask_RC is None else torch.where(self.mask_RC, 0.0, -torch.inf)
+        most_new = max(row.limit for row in rows)
+        room = 0 if self.is_small else most_new if self.device.type == "cpu" else min(most_new, 1024)
+        self.cache = make_cache(config, room)
+        self._prefill(most_new)
         self.keys_R = self._tensor(
             [stream_key(row.request.sampling.seed, row.request.keys[row.sample_index]) for row in rows]
         )
@@ -165,7 +164,7 @@ class _Batch:
     def advance(self) -> list[Sample]:
         """Generate the next few tokens of all rows. Returns the rows that ended, which leave the batch."""
         most = max(row.limit - len(row.token_ids) for row in self.rows if row.finish_reason is None)
-        num_steps = min(TOKENS_PER_ROUND.get(self.device.type, 8), most)
+        num_steps = min(TOKENS_PER_ROUND, most)
         uniforms_RT = self._uniforms(num_steps)
         tokens: list[Tensor] = []
         log_probs: list[Tensor] = []
@@ -188,7 +187,7 @@ class _Batch:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> None:
+    def _prefill(self, most_new: int) -> None:
         """Run the model over the prompts, each once, and deal out their caches and logits to the rows."""
         index_of: dict[str, int] = {}
         given: list[list[int]] = []
@@ -215,10 +214,15 @@ class _Batch:
             self.seen_RV: Tensor | None = torch.zeros_like(self.logits_RV, dtype=torch.bool).scatter_(1, real_PW, True)
         else:
             self.seen_RV = None
-        self._select(self._tensor([index_of[row.request.request_id] for row in self.rows]))
+        prompt_R = self._tensor([index_of[row.request.request_id] for row in self.rows])
+        if self.is_small:
+            self.decoder = SmallDecoder(self.model, self.cache, prompt_R, most_new)
+        else:
+            self.cache.batch_select_indices(prompt_R)
+        self._select_columns(prompt_R)
         if self.mask_RC is not None:
-            most_new = max(row.limit for row in self.rows)
-            self.mask_RC = torch.cat([self.mask_RC, self.mask_RC.new_ones(len(self.rows), most_new)], dim=1)
+            mask_RC = torch.cat([self.mask_RC, self.mask_RC.new_ones(len(self.rows), most_new)], dim=1)
+            self.mask_RC = torch.where(mask_RC, 0.0, -torch.inf) if self.is_small else mask_RC
 
     def _forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Logits after the last column, (rows, V), in float32."""
@@ -239,7 +243,7 @@ class _Batch:
 
     def _feed(self, token_R: Tensor) -> None:
         """Append a token to every row and compute what comes next."""
-        column = self.cache.get_seq_length()
+        column = self.cache.get_seq_length() if self.decoder is None else self.decoder.num_tokens
         mask_RC = None if self.mask_RC is None else self.mask_RC[:, : column + 1]
         if self.decoder is not None:
             position = column if self.positions_R1 is None else self.positions_R1[:, 0]
@@ -270,7 +274,13 @@ class _Batch:
 
     def _select(self, indices: Tensor) -> None:
         """Only these rows, in this order."""
-        self.cache.batch_select_indices(indices)
+        if self.decoder is None:
+            self.cache.batch_select_indices(indices)
+        else:
+            self.decoder.select(indices)
+        self._select_columns(indices)
+
+    def _select_columns(self, indices: Tensor) -> None:
         for name in ("logits_RV", "seen_RV", "mask_RC", "positions_R1", "keys_R", "offsets_R1"):
             tensor = getattr(self, name, None)
             if tensor is not None:

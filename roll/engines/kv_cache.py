@@ -46,16 +46,6 @@ class RoomyLayer(DynamicLayer):
         self.num_tokens = stop
         return self._show()
 
-    def append(self, key_RHD: Tensor, value_RHD: Tensor) -> tuple[Tensor, Tensor]:
-        """`update` with one token of each row, (rows, heads, head size)."""
-        assert self._buffers is not None
-        if self.num_tokens == self._buffers[0].shape[1]:
-            self._move(None, max(GROWTH, self.num_tokens // 2))
-        self._buffers[0][:, self.num_tokens] = key_RHD
-        self._buffers[1][:, self.num_tokens] = value_RHD
-        self.num_tokens += 1
-        return self._show()
-
     def get_seq_length(self) -> int:
         return self.num_tokens
 

@@ -2,21 +2,19 @@
 
 A small model spends most of a decoding step between operations: modules, hooks, masks and argument checks around
 matrix products of microseconds. Here a step is a handful of tensor operations per layer. The weights of a call are
-prepared once: norms are folded into the products that follow them, and query, key and value, the two rotated halves of
-query and key included, are one product, as are gate and up. The prompts, and every model that is not of this kind, go
-through the model itself.
+prepared once: norms are folded into the products that follow them; query, key and value are one product, as are gate
+and up; the entries of a head are ordered in pairs, so that the rotary embedding is one product of complex numbers. The
+prompts, and every model that is not of this kind, go through the model itself.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
-
-from roll.engines.kv_cache import RoomyLayer
 
 MODEL_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 STATIC_ROPE_TYPES = ("default", "linear", "llama3")  # angles that depend on the position alone
@@ -65,47 +63,62 @@ def _is_plain(module: nn.Module, *, replaced_forward: bool) -> bool:
 class SmallDecoder:
     """The next logits of a batch, given each row's newest token, with the weights as they are now.
 
-    `cache` holds what came before and gets the new keys and values; it must be one that `make_cache` made for a model
-    that `can_decode`. `num_positions` is how far rows will get.
+    Args:
+        model: one that `can_decode`.
+        cache: keys and values of the prompts.
+        prompt_R: which prompt of the cache each row begins with.
+        room: how many tokens a row may get.
     """
 
-    def __init__(self, model: Any, cache: DynamicCache, num_positions: int) -> None:
+    def __init__(self, model: Any, cache: DynamicCache, prompt_R: Tensor, room: int) -> None:
         config = model.config
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        self.part_sizes = (self.num_heads + self.num_kv_heads,) * 2 + (self.num_kv_heads,)
+        self.num_rotated = self.num_heads + self.num_kv_heads
         self.norm_floor = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
         self.embedding = model.model.embed_tokens.weight
-        positions_1P = torch.arange(num_positions)[None]
-        self.cos_P1D, self.sin_P1D = (
-            table[0][:, None] for table in model.model.rotary_emb(self.embedding, positions_1P)
-        )
-        self.caches = [cast(RoomyLayer, layer) for layer in cache.layers]
+        self.num_tokens = cache.get_seq_length()
+        cos, sin = model.model.rotary_emb(self.embedding, torch.arange(self.num_tokens + room)[None])
+        half = self.head_dim // 2
+        self.turn_P1D = torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])
         self.layers = [_Layer(layer, self.head_dim) for layer in model.model.layers]
-        self.head = _Product.of(model.lm_head, norm=model.model.norm.weight)
+        self.head = _Product([model.lm_head.weight], [model.lm_head.bias], model.model.norm.weight)
+        self.buffers = [self._filled(layer, prompt_R, room) for layer in cache.layers]
+        self._show()
 
     def step(self, token_R: Tensor, position: Tensor | int, mask_RC: Tensor | None) -> Tensor:
         """Logits (R, V) after `token_R`, which stands at `position`, (R,) or the same number for all rows.
 
         `mask_RC` is added to the scores of the columns, the new one included; None if rows look at all of them.
         """
-        rows, heads, kv_heads = len(token_R), self.num_heads, self.num_kv_heads
-        cos_R1D, sin_R1D = self.cos_P1D[position], self.sin_P1D[position]
+        rows, heads, num_rotated = len(token_R), self.num_heads, self.num_rotated
+        column, width = self.num_tokens, self.num_tokens + 1
+        turn_R1D = self.turn_P1D[position]
         mask_R11C = None if mask_RC is None else mask_RC[:, None, None]
+        is_grouped = self.num_kv_heads < heads
         x_RH = F.embedding(token_R, self.embedding)
-        for layer, cache in zip(self.layers, self.caches, strict=True):
-            # Heads of: query and key, the same turned by a quarter, value.
-            all_RHD = layer.attention(self._normed(x_RH)).view(rows, -1, self.head_dim)
-            straight_RHD, turned_RHD, value_RHD = torch.split_with_sizes(all_RHD, self.part_sizes, 1)
-            rotated_RHD = torch.addcmul(straight_RHD * cos_R1D, turned_RHD, sin_R1D)
-            keys, values = cache.append(rotated_RHD[:, heads:], value_RHD)
+        for layer, buffer_RTHD, keys, values in zip(self.layers, self.buffers, self.keys, self.values, strict=True):
+            all_RHD = layer.attention(self._normed(x_RH)).view(rows, -1, self.head_dim)  # heads of query, key, value
+            pairs = all_RHD[:, :num_rotated].unflatten(2, (-1, 2))
+            torch.view_as_complex(pairs).mul_(turn_R1D)
+            buffer_RTHD[:, column] = all_RHD[:, heads:]
             seen_RH1D = F.scaled_dot_product_attention(
-                rotated_RHD[:, :heads, None], keys, values, attn_mask=mask_R11C, enable_gqa=kv_heads < heads
+                all_RHD[:, :heads, None],
+                keys[:, :, :width],
+                values[:, :, :width],
+                attn_mask=mask_R11C,
+                enable_gqa=is_grouped,
             )
             layer.output.add_to(x_RH, seen_RH1D.view(rows, -1))
             gate_RI, up_RI = layer.gate_up(self._normed(x_RH)).chunk(2, 1)
             layer.down.add_to(x_RH, F.silu(gate_RI).mul_(up_RI))
+        self.num_tokens = width
         return self.head(self._normed(x_RH))
+
+    def select(self, rows: Tensor) -> None:
+        """Only these rows, in this order."""
+        self.buffers = [buffer.index_select(0, rows) for buffer in self.buffers]
+        self._show()
 
     def _normed(self, x_RH: Tensor) -> Tensor:
         """Each row divided by its length; the product that follows has the rest of the norm in its weight.
@@ -113,6 +126,20 @@ class SmallDecoder:
         x / sqrt(mean(x^2) + eps) is sqrt(H) x / sqrt(|x|^2 + H eps), with H entries in a row.
         """
         return x_RH / torch.hypot(torch.linalg.vector_norm(x_RH, dim=1, keepdim=True), self.norm_floor)
+
+    def _filled(self, layer: Any, prompt_R: Tensor, room: int) -> Tensor:
+        """A buffer (rows, tokens, heads of key and of value, head size) with the prompts, and room for what comes."""
+        keys, values = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
+        both = torch.cat([keys[..., _pair_order(self.head_dim)], values], dim=2)
+        buffer = both.new_empty(len(prompt_R), self.num_tokens + room, *both.shape[2:])
+        buffer[:, : self.num_tokens] = both[prompt_R]
+        return buffer
+
+    def _show(self) -> None:
+        """Keys and values as attention reads them, (rows, heads, tokens, head size)."""
+        kv_heads = self.num_kv_heads
+        self.keys = [buffer[:, :, :kv_heads].transpose(1, 2) for buffer in self.buffers]
+        self.values = [buffer[:, :, kv_heads:].transpose(1, 2) for buffer in self.buffers]
 
 
 class _Product:
@@ -125,10 +152,6 @@ class _Product:
         if any(bias is not None for bias in biases):
             zeros = (weight.new_zeros(len(weight)) for weight in weights)
             self.bias = torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
-
-    @classmethod
-    def of(cls, *linears: nn.Linear, norm: Tensor | None = None) -> _Product:
-        return cls([linear.weight for linear in linears], [linear.bias for linear in linears], norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
@@ -144,20 +167,26 @@ class _Layer:
 
     def __init__(self, layer: Any, head_dim: int) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        turned = [attention.q_proj, attention.k_proj]
-        linears = [*turned, *turned, attention.v_proj]
-        weights = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears]
-        for index in (2, 3):
-            weights[index] = _turn(weights[index], head_dim)
-            biases[index] = None if biases[index] is None else _turn(biases[index], head_dim)
-        self.attention = _Product(weights, biases, layer.input_layernorm.weight)
-        self.output = _Product.of(attention.o_proj)
-        self.gate_up = _Product.of(mlp.gate_proj, mlp.up_proj, norm=layer.post_attention_layernorm.weight)
-        self.down = _Product.of(mlp.down_proj)
+        query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
+        self.attention = _Product(
+            [_in_pairs(query.weight, head_dim), _in_pairs(key.weight, head_dim), value.weight],
+            [_in_pairs(query.bias, head_dim), _in_pairs(key.bias, head_dim), value.bias],
+            layer.input_layernorm.weight,
+        )
+        self.output = _Product([attention.o_proj.weight], [attention.o_proj.bias])
+        self.gate_up = _Product(
+            [mlp.gate_proj.weight, mlp.up_proj.weight],
+            [mlp.gate_proj.bias, mlp.up_proj.bias],
+            layer.post_attention_layernorm.weight,
+        )
+        self.down = _Product([mlp.down_proj.weight], [mlp.down_proj.bias])
 
 
-def _turn(weight: Tensor, head_dim: int) -> Tensor:
-    """What gives (-second half, first half) of each head where `weight` (or a bias) gives (first half, second half)."""
-    first, second = weight.unflatten(0, (-1, 2, head_dim // 2)).unbind(1)
-    return torch.stack([-second, first], 1).flatten(0, 2)
+def _pair_order(head_dim: int) -> Tensor:
+    """The entries of a head such that the two that are rotated together stand side by side: 0, D/2, 1, D/2 + 1, ..."""
+    return torch.arange(head_dim).view(2, -1).t().flatten()
+
+
+def _in_pairs(weight: Any, head_dim: int) -> Any:
+    """The rows of a weight, or the entries of a bias, in that order; None stays None."""
+    return None if weight is None else weight.unflatten(0, (-1, head_dim))[:, _pair_order(head_dim)].flatten(0, 1)

@@ -27,6 +27,10 @@ def collect_outputs(cluster: Grid, output: list[Any]) -> list[Any]:
     return list(chain.from_iterable(output)) if all(isinstance(share, list) for share in output) else output
 
 
+# Functions instead of a mode, because a list of requests need not divide by the number of workers.
+DISPATCH_REQUESTS = {"dispatch_fn": dispatch_requests, "collect_fn": collect_outputs}
+
+
 class InferWorker(ModelWorker):
     """A policy that answers prompts, through the engine of its strategy."""
 
@@ -56,19 +60,19 @@ class InferWorker(ModelWorker):
         rows.meta_info = {**rows.meta_info, "metrics": metrics}
         return rows
 
-    # A dict of dispatch functions, because a list of requests need not divide by the number of workers.
-    @register(
-        dispatch_mode={"dispatch_fn": dispatch_requests, "collect_fn": collect_outputs},
-        clear_cache=False,
-    )
-    async def generate_requests(self, requests: list[GenerationRequest]) -> list[GenerationOutput]:
+    @register(dispatch_mode=DISPATCH_REQUESTS, clear_cache=False)
+    def answer_requests(self, requests: list[GenerationRequest]) -> list[GenerationOutput]:
         """All samples of the requests, in order. Through a cluster, each worker answers a contiguous share.
 
-        It runs in a thread of its own, so that `abort_requests` gets through. Failed samples have `finish_reason`
-        "error" after a second attempt.
+        Failed samples have `finish_reason` "error" after a second attempt. This worker does nothing else meanwhile. In
+        one process it runs in the caller's thread: a second thread with tensors would make both of them slow.
         """
-        result = await asyncio.to_thread(generate_with_retry, self.strategy.generation_engine, requests)
-        return result.all_outputs
+        return generate_with_retry(self.strategy.generation_engine, requests).all_outputs
+
+    @register(dispatch_mode=DISPATCH_REQUESTS, clear_cache=False)
+    async def generate_requests(self, requests: list[GenerationRequest]) -> list[GenerationOutput]:
+        """As `answer_requests`, in a thread of its own, so that `abort_requests` gets through."""
+        return await asyncio.to_thread(self.answer_requests, requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, clear_cache=False)
     async def abort_requests(self, request_ids: Collection[str] | None = None) -> None:

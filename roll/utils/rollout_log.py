@@ -75,7 +75,7 @@ class RolloutLog:
             spread evenly over the batch. None keeps all.
     """
 
-    def __init__(self, run_dir: str | Path, tokenizer: Any, max_samples_per_step: int | None = 64) -> None:
+    def __init__(self, run_dir: str | Path, tokenizer: Any, max_samples_per_step: int | None = 16) -> None:
         if max_samples_per_step is not None and max_samples_per_step < 1:
             raise ValueError(f"max_samples_per_step={max_samples_per_step}: expected at least 1, or None for all")
         self.folder = Path(run_dir) / "rollouts"
@@ -125,6 +125,7 @@ class RolloutLog:
             for key, name in TOKEN_COLUMNS.items()
             if key in tensors and tensors[key].ndim == 2
         }
+        numbers = {name: _numbers(column, generated) for name, column in columns.items()}
         lines = []
         for i, facts in enumerate(_row_facts(batch)):
             here = attended[i]
@@ -138,7 +139,7 @@ class RolloutLog:
             if "advantages" in columns and mask.any():
                 facts["advantage"] = _plain_number(f"{columns['advantages'][i][here][mask].mean():.6g}")
             facts["tokens"] = {"ids": row_ids, "text": texts, "mask": mask.astype(int).tolist()}
-            facts["tokens"] |= {name: _numbers(column[i][here], known) for name, column in columns.items()}
+            facts["tokens"] |= {name: column[i][here].tolist() for name, column in numbers.items()}
             if turns:
                 facts["turns"] = turns
             lines.append(_dumps(facts))
@@ -287,10 +288,12 @@ def _significant(values: np.ndarray, digits: int = 6) -> np.ndarray:
     return np.where(np.isfinite(rounded), rounded, values)
 
 
-def _numbers(values: np.ndarray, known: np.ndarray) -> list[Any]:
-    numbers: list[Any] = values.tolist()
-    for i in np.flatnonzero(~known | ~np.isfinite(values)).tolist():
-        numbers[i] = _plain_number(numbers[i]) if known[i] else None
+def _numbers(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Values as JSON holds them: numbers, names of those that are not finite, None where nothing is known."""
+    numbers = values.astype(object)
+    numbers[~known] = None
+    for cell in np.argwhere(known & ~np.isfinite(values)):
+        numbers[tuple(cell)] = _plain_number(values[tuple(cell)])
     return numbers
 
 
@@ -319,6 +322,9 @@ def _jsonable(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
+# The escapes of ensure_ascii keep lone surrogates and line separators out of the file.
+_ENCODER = json.JSONEncoder(default=_jsonable, separators=(",", ":"))
+
+
 def _dumps(record: Any) -> str:
-    # The escapes of ensure_ascii keep lone surrogates and line separators out of the file.
-    return json.dumps(record, default=_jsonable, separators=(",", ":"))
+    return _ENCODER.encode(record)

@@ -58,13 +58,18 @@ def test_logits_are_those_of_the_model(name):
     assert can_decode(model)
     ids = torch.randint(3, 99, (3, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
+        cache = make_cache(model.config, room=0)
+        model(input_ids=ids[:2, :5], past_key_values=cache, use_cache=True)
+        ids[2, :5] = ids[0, :5]
         expected = model(ids, use_cache=False).logits
-        cache = make_cache(model.config, room=2)  # less than is needed: the buffers grow
-        model(input_ids=ids[:, :5], past_key_values=cache, use_cache=True)
-        decoder = SmallDecoder(model, cache, num_positions=12)
-        for column in range(5, 12):
+        decoder = SmallDecoder(model, cache, torch.tensor([0, 1, 0]), room=7)
+        for column in range(5, 9):
             logits = decoder.step(ids[:, column], column, None)
             torch.testing.assert_close(logits, expected[:, column], rtol=1e-5, atol=1e-5)
+        decoder.select(torch.tensor([2, 1]))
+        for column in range(9, 12):
+            logits = decoder.step(ids[[2, 1], column], column, None)
+            torch.testing.assert_close(logits, expected[[2, 1], column], rtol=1e-5, atol=1e-5)
 
 
 def requests(**sampling):

@@ -51,9 +51,9 @@ class ModelUpdateGroup:
         if global_step % self.frequency:
             return {}
         started = time.monotonic()
-        if self.is_shared:
+        if self.is_shared:  # one model, so there is nothing to compare
             sent = self.src_cluster.execute_rank_zero_sync("weight_checksums", self.plan.sampled_names)
-            received = [self.tgt_cluster.execute_rank_zero_sync("weight_checksums", self.plan.sampled_names)]
+            received = []
         elif self.is_local:
             source = self.src_cluster.workers[0]
             sent, held = self.tgt_cluster.execute_rank_zero_sync("copy_weights_of", source, self.plan)

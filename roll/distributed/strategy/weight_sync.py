@@ -1,12 +1,13 @@
 """New weights from a role that trains to a role that scores or generates.
 
-Within one process the two models share their storage: an optimizer step is visible at once. Otherwise rank 0 of the
+Within one process the two roles share one model: an optimizer step is visible at once. Otherwise rank 0 of the
 training role broadcasts its weights in buckets to all ranks of the other role, over a process group of their own
-(`WeightChannel`). Either way both sides compute a checksum of the same sample of tensors, and they must agree.
+(`WeightChannel`), both sides compute a checksum of the same sample of tensors, and they must agree.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +60,9 @@ class SyncPlan:
             yield tensors
 
 
+_REMEMBERED_LENGTH = 2**18
+
+
 def plan_sync(specs: Iterable[TensorSpec], bucket_bytes: int) -> SyncPlan:
     """Consecutive tensors of one dtype in buckets of at most `bucket_bytes`; a larger tensor travels alone."""
     buckets: list[list[TensorSpec]] = []
@@ -79,9 +83,21 @@ def checksum(tensor: Tensor) -> int:
     total = 0
     # In pieces, because the weighted sum is taken in int64, eight times the size.
     for index, piece in enumerate(data.split(2**22)):
-        weights = torch.arange(1, len(piece) + 1, device=piece.device) * 2654435761 % 2**31
+        weights = _position_weights(len(piece), piece.device)
         total = (total * 1000003 + int((piece.long() * weights).sum()) + index) % 2**61
     return total
+
+
+def _position_weights(length: int, device: torch.device) -> Tensor:
+    """A number for each byte; those of short tensors, which small models have many of, are made once."""
+    if length <= _REMEMBERED_LENGTH:
+        return _remembered_weights(device)[:length]
+    return torch.arange(1, length + 1, device=device) * 2654435761 % 2**31
+
+
+@functools.cache
+def _remembered_weights(device: torch.device) -> Tensor:
+    return torch.arange(1, _REMEMBERED_LENGTH + 1, device=device) * 2654435761 % 2**31
 
 
 class WeightChannel:

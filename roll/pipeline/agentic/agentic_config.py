@@ -269,7 +269,7 @@ class AgenticConfig(PPOConfig):
     ratio_type: Literal["token", "segment", "seq"] = "token"
     """Tokens that share one probability ratio: each alone, those of a turn, or all of a row."""
 
-    log_samples_per_step: AtLeastZero | None = 64
+    log_samples_per_step: AtLeastZero | None = 16
     """Samples that are written to the run's folder in each step, for the report; null writes all, 0 none."""
 
     exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"

@@ -55,7 +55,7 @@ def evaluate(
         }
         tally = Tally(tokenizer)
         sampling, score = ValSampling.of(config), Scorer(rewards, tokenizer)
-        groups = validate(prompts, sampling, engine.generate_requests, score, tally)
+        groups = validate(prompts, sampling, engine.answer_requests, score, tally)
     finally:
         for cluster in clusters:
             close_rewards(cluster)

@@ -158,7 +158,7 @@ class RLVRConfig(PPOConfig):
     first_ratio_tolerance: NonNegative | None = None
     """Largest mean of |ratio - 1| at a step's first update before the run stops; null is 0.001 (bf16: 0.05), 0 off."""
 
-    log_samples_per_step: AtLeastZero | None = 64
+    log_samples_per_step: AtLeastZero | None = 16
     """Samples of a step that are written to the run's `rollouts/`; null writes all, 0 none."""
 
     save_logging_board_dir: Annotated[str | None, NoEffect("the run's folder has the samples, token by token")] = None

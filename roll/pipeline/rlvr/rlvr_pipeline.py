@@ -145,7 +145,7 @@ class RLVRPipeline(PolicyPipeline):
         tally = Tally(self.tokenizer)
         with self.metrics.timer("time/val_step"):
             sampling = ValSampling.of(self.pipeline_config)
-            groups = validate(self.val_prompts, sampling, self.actor_infer.generate_requests, self.score, tally)
+            groups = validate(self.val_prompts, sampling, self.actor_infer.answer_requests, self.score, tally)
         batch = scored_batch(groups, self.pad_token_id) if groups else None
         for log in self.sample_logs:
             log.write(step, batch, split="val", dropped=tally.dropped)

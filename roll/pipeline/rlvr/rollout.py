@@ -93,7 +93,7 @@ class RolloutCollector:
         """Generate and score; the groups in the order of the prompts, without samples that failed."""
         requests = make_requests(prompts, names, self.sampling, self.config.num_return_sequences_in_group)
         prompt_of = dict(zip(names, prompts, strict=True))
-        outputs = self.engine.generate_requests(requests)
+        outputs = self.engine.answer_requests(requests)
         return scored_groups([(prompt_of[output.request_id], output) for output in outputs], self.score, tally)
 
 

@@ -37,7 +37,10 @@ class Scorer:
             cluster = self.clusters[domain]
             batch = make_batch([samples[row] for row in rows], self.pad_token_id)
             padded, num_extra = pad_dataproto_to_divisor(batch, cluster.dp_size if len(batch) < cluster.dp_size else 1)
-            pending[domain] = (cluster.compute_rewards(padded, blocking=False), num_extra)
+            compute = cluster.compute_rewards
+            if len(by_domain) > 1:  # a reward model has no need to step aside
+                compute = getattr(cluster, "compute_rewards_aside", compute)
+            pending[domain] = (compute(padded, blocking=False), num_extra)
         verdicts: list[Verdict] = [""] * len(samples)
         for domain, (refs, num_extra) in pending.items():
             result = DataProto.materialize_concat(refs, timeout=self.clusters[domain].rpc_timeout)

@@ -44,7 +44,7 @@ def collector(tmp_path, answer, score, *, num_rows=20, rewards=None, **overrides
             for sample, value in zip(samples, found, strict=True)
         ]
 
-    engine = SimpleNamespace(generate_requests=generate)
+    engine = SimpleNamespace(answer_requests=generate)
     return RolloutCollector(config, PromptSampler(dataset, seed=0, shares=shares), engine, judge, TOKENIZER)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from roll.distributed.executor.worker import Worker
@@ -66,8 +67,8 @@ class PoolRewardWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
-    async def compute_rewards(self, data: DataProto) -> DataProto:
-        """Score every row. Asynchronous, so that the workers of one process score at the same time.
+    def compute_rewards(self, data: DataProto) -> DataProto:
+        """Score every row.
 
         Returns:
             `scores` (B,): the function's, NaN for rows to be dropped; `response_level_rewards` (B,): the same less
@@ -76,10 +77,14 @@ class PoolRewardWorker(Worker):
         """
         started = time.monotonic()
         rows = text_rows(data, self.tokenizer)
-        scores = await asyncio.to_thread(self.pool.score, rows)
-        result = reward_columns(data, scores, self.worker_config.response_length_penalty_coef)
+        result = reward_columns(data, self.pool.score(rows), self.worker_config.response_length_penalty_coef)
         result.meta_info["metrics"] = {f"time/{self.cluster_name}/compute_rewards/total": time.monotonic() - started}
         return result
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
+    async def compute_rewards_aside(self, data: DataProto) -> DataProto:
+        """`compute_rewards` in a thread of its own, so that several workers of one process score at the same time."""
+        return await asyncio.to_thread(self.compute_rewards, data)
 
     def close(self) -> None:
         """End the processes; they also end with this worker."""
@@ -92,18 +97,23 @@ def text_rows(data: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     The response is decoded without special tokens. The prompt is the `prompt` column if the batch has one, otherwise
     what the model saw, special tokens included.
     """
-    ids_BS = column(data, "input_ids", "a reward")
-    response_BS = column(data, "response_mask", "a reward").bool()
-    prompt_BS = column(data, "attention_mask", "a reward").bool() & (response_BS.cumsum(-1) == 0)
+    ids_BS, response_BS, attention_BS = (
+        column(data, name, "a reward").cpu().numpy() for name in ("input_ids", "response_mask", "attention_mask")
+    )
     columns = {name: values.tolist() for name, values in data.non_tensor_batch.items()}
-    responses = tokenizer.batch_decode([ids[mask] for ids, mask in zip(ids_BS, response_BS, strict=True)], True)
+    responses = tokenizer.batch_decode(_selected(ids_BS, response_BS != 0), True)
     prompts = columns.get("prompt")
     if prompts is None:
-        prompts = tokenizer.batch_decode([ids[mask] for ids, mask in zip(ids_BS, prompt_BS, strict=True)])
+        prompt_BS = (attention_BS != 0) & ((response_BS != 0).cumsum(-1) == 0)
+        prompts = tokenizer.batch_decode(_selected(ids_BS, prompt_BS))
     return [
         {**{name: values[index] for name, values in columns.items()}, "prompt": prompt, "response": response}
         for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
     ]
+
+
+def _selected(ids_BS: np.ndarray, mask_BS: np.ndarray) -> list[list[int]]:
+    return [ids[mask].tolist() for ids, mask in zip(ids_BS, mask_BS, strict=True)]
 
 
 def reward_columns(data: DataProto, scores: Sequence[Score], length_penalty: float = 0.0) -> DataProto:
