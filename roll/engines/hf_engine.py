@@ -25,6 +25,7 @@ from roll.engines.sampling import draw, stream_key, transform, uniforms
 from roll.engines.small_decoder import SmallDecoder, can_decode
 from roll.models.lora import base_model
 from roll.models.token_tree import ATTENTION as TREE_ATTENTION
+from roll.models.token_tree import token_tree
 from roll.ops.linear_logits import LinearLogits
 
 TOKENS_PER_ROUND = 8
@@ -148,7 +149,7 @@ class _Batch:
         layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         attention = text_config._attn_implementation
         self.takes_full_mask = layer_types == {"full_attention"} and attention in ("sdpa", TREE_ATTENTION)
-        self.options = {"use_cache": True} | _last_logits_only(type(base_model(self.model)))
+        self.options = _last_logits_only(type(base_model(self.model)))
 
         self.is_small = can_decode(self.model)
         self.decoder: SmallDecoder | None = None
@@ -189,34 +190,27 @@ class _Batch:
 
     def _prefill(self, most_new: int) -> None:
         """Run the model over the prompts, each once, and deal out their caches and logits to the rows."""
-        index_of: dict[str, int] = {}
-        given: list[list[int]] = []
-        for row in self.rows:
-            if row.request.request_id not in index_of:
-                index_of[row.request.request_id] = len(given)
-                given.append([*row.request.prompt_ids, *row.request.prefix_ids])
-        lengths_P = [len(ids) for ids in given]
-        width = max(lengths_P)
-        pad = self.pad_token_id
-        ids_PW = self._tensor([[pad] * (width - len(ids)) + ids for ids in given])
+        number_of: dict[tuple[int, ...], int] = {}
+        rows = [(*row.request.prompt_ids, *row.request.prefix_ids) for row in self.rows]
+        prompt_R = self._tensor([number_of.setdefault(ids, len(number_of)) for ids in rows])
+        given = list(number_of)
+        lengths_P1 = self._tensor([[len(ids)] for ids in given])
+        width = max(map(len, given))
+        ids_PW = self._tensor([[self.pad_token_id] * (width - len(ids)) + list(ids) for ids in given])
         self.mask_RC: Tensor | None = None
         self.positions_R1: Tensor | None = None
-        inputs: dict[str, Any] = {}
-        if min(lengths_P) < width:
-            is_token_PW = torch.arange(width, device=self.device) >= width - self._tensor(lengths_P)[:, None]
-            inputs = {"attention_mask": is_token_PW, "position_ids": (is_token_PW.cumsum(1) - 1).clamp_(min=0)}
-            self.mask_RC = is_token_PW
-            self.positions_R1 = self._tensor(lengths_P)[:, None]
-        self.logits_RV = self._forward(ids_PW, **inputs)
+        if min(map(len, given)) < width:
+            self.mask_RC = torch.arange(width, device=self.device) >= width - lengths_P1
+            self.positions_R1 = lengths_P1
+        self.logits_RV, cell_PW = self._forward_prompts(ids_PW, lengths_P1)
         if self.sampling.repetition_penalty != 1:
             # Columns of padding stand for the row's last token, which is always there.
             real_PW = ids_PW if self.mask_RC is None else torch.where(self.mask_RC, ids_PW, ids_PW[:, -1:])
             self.seen_RV: Tensor | None = torch.zeros_like(self.logits_RV, dtype=torch.bool).scatter_(1, real_PW, True)
         else:
             self.seen_RV = None
-        prompt_R = self._tensor([index_of[row.request.request_id] for row in self.rows])
         if self.is_small:
-            self.decoder = SmallDecoder(self.model, self.cache, prompt_R, most_new)
+            self.decoder = SmallDecoder(self.model, self.cache, cell_PW[prompt_R], most_new)
         else:
             self.cache.batch_select_indices(prompt_R)
         self._select_columns(prompt_R)
@@ -224,9 +218,29 @@ class _Batch:
             mask_RC = torch.cat([self.mask_RC, self.mask_RC.new_ones(len(self.rows), most_new)], dim=1)
             self.mask_RC = torch.where(mask_RC, 0.0, -torch.inf) if self.is_small else mask_RC
 
+    def _forward_prompts(self, ids_PW: Tensor, lengths_P1: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits after the prompts, (P, V), and in which cell of the cache, row by row, each of their tokens is."""
+        columns_PW = torch.arange(ids_PW.shape[1], device=self.device).expand_as(ids_PW)
+        first_P1 = ids_PW.shape[1] - lengths_P1
+        if self.is_small and base_model(self.model).config._attn_implementation == TREE_ATTENTION:
+            # Conversations that began alike are computed once as far as they agree.
+            from_left_PW = ids_PW.gather(1, (columns_PW + first_P1).clamp_(max=ids_PW.shape[1] - 1))
+            tree = token_tree(from_left_PW, columns_PW < lengths_P1)
+            if tree is not None:
+                last_P = tree.node_BS.gather(1, lengths_P1 - 1)[:, 0]
+                logits_PV = self._logits(**tree.model_inputs(), logits_to_keep=last_P)[0]
+                return logits_PV, tree.node_BS.gather(1, (columns_PW - first_P1).clamp_(min=0))
+        inputs: dict[str, Any] = {}
+        if self.mask_RC is not None:
+            inputs = {"attention_mask": self.mask_RC, "position_ids": (columns_PW - first_P1).clamp_(min=0)}
+        return self._forward(ids_PW, **inputs), torch.arange(ids_PW.numel(), device=self.device).view_as(ids_PW)
+
     def _forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Logits after the last column, (rows, V), in float32."""
-        logits = self.model(input_ids=ids, past_key_values=self.cache, **inputs, **self.options).logits[:, -1]
+        return self._logits(input_ids=ids, **self.options, **inputs)[:, -1]
+
+    def _logits(self, **inputs: Any) -> Tensor:
+        logits = self.model(past_key_values=self.cache, use_cache=True, **inputs).logits
         return (logits.materialize() if isinstance(logits, LinearLogits) else logits).float()
 
     def _uniforms(self, num_steps: int) -> Tensor | None:

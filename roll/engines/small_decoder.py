@@ -66,24 +66,24 @@ class SmallDecoder:
     Args:
         model: one that `can_decode`.
         cache: keys and values of the prompts.
-        prompt_R: which prompt of the cache each row begins with.
+        cell_RW: in which cell of the cache, row by row, each token is that a row begins with.
         room: how many tokens a row may get.
     """
 
-    def __init__(self, model: Any, cache: DynamicCache, prompt_R: Tensor, room: int) -> None:
+    def __init__(self, model: Any, cache: DynamicCache, cell_RW: Tensor, room: int) -> None:
         config = model.config
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.num_rotated = self.num_heads + self.num_kv_heads
         self.norm_floor = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
         self.embedding = model.model.embed_tokens.weight
-        self.num_tokens = cache.get_seq_length()
+        self.num_tokens = cell_RW.shape[1]
         cos, sin = model.model.rotary_emb(self.embedding, torch.arange(self.num_tokens + room)[None])
         half = self.head_dim // 2
         self.turn_P1D = torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])
         self.layers = [_Layer(layer, self.head_dim) for layer in model.model.layers]
         self.head = _Product([model.lm_head.weight], [model.lm_head.bias], model.model.norm.weight)
-        self.buffers = [self._filled(layer, prompt_R, room) for layer in cache.layers]
+        self.buffers = [self._filled(layer, cell_RW, room) for layer in cache.layers]
         self._show()
 
     def step(self, token_R: Tensor, position: Tensor | int, mask_RC: Tensor | None) -> Tensor:
@@ -127,12 +127,13 @@ class SmallDecoder:
         """
         return x_RH / torch.hypot(torch.linalg.vector_norm(x_RH, dim=1, keepdim=True), self.norm_floor)
 
-    def _filled(self, layer: Any, prompt_R: Tensor, room: int) -> Tensor:
+    def _filled(self, layer: Any, cell_RW: Tensor, room: int) -> Tensor:
         """A buffer (rows, tokens, heads of key and of value, head size) with the prompts, and room for what comes."""
-        keys, values = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
-        both = torch.cat([keys[..., _pair_order(self.head_dim)], values], dim=2)
-        buffer = both.new_empty(len(prompt_R), self.num_tokens + room, *both.shape[2:])
-        buffer[:, : self.num_tokens] = both[prompt_R]
+        keys_CHD, values_CHD = (states.transpose(1, 2).flatten(0, 1) for states in (layer.keys, layer.values))
+        both_CHD = torch.cat([keys_CHD[..., _pair_order(self.head_dim)], values_CHD], dim=1)
+        rows, width = cell_RW.shape
+        buffer = both_CHD.new_empty(rows, width + room, *both_CHD.shape[1:])
+        buffer[:, :width] = both_CHD[cell_RW]
         return buffer
 
     def _show(self) -> None:

@@ -62,7 +62,8 @@ def test_logits_are_those_of_the_model(name):
         model(input_ids=ids[:2, :5], past_key_values=cache, use_cache=True)
         ids[2, :5] = ids[0, :5]
         expected = model(ids, use_cache=False).logits
-        decoder = SmallDecoder(model, cache, torch.tensor([0, 1, 0]), room=7)
+        cell_RW = torch.arange(10).view(2, 5)[[0, 1, 0]]
+        decoder = SmallDecoder(model, cache, cell_RW, room=7)
         for column in range(5, 9):
             logits = decoder.step(ids[:, column], column, None)
             torch.testing.assert_close(logits, expected[:, column], rtol=1e-5, atol=1e-5)
@@ -109,6 +110,31 @@ def count_steps(monkeypatch):
 
     monkeypatch.setattr(SmallDecoder, "step", counting)
     return steps
+
+
+def test_conversations_that_began_alike(monkeypatch):
+    """Prompts that share their beginnings are computed as a tree, equal ones once, and give the same samples."""
+    begin = list(range(20, 40))
+    prompts = [begin, [*begin, 50, 51], [*begin, 50, 51], [*begin, 50, 60, 61], [7, 8], begin[:9]]
+    params = SamplingParams(max_new_tokens=8)
+    asked = [GenerationRequest(f"r{index}", tuple(prompt), params, 2) for index, prompt in enumerate(prompts)]
+    outputs, sizes = [], []
+    logits = hf_engine._Batch._logits
+
+    def watched(self, **inputs):
+        sizes.append(inputs["input_ids"].numel())
+        return logits(self, **inputs)
+
+    monkeypatch.setattr(hf_engine._Batch, "_logits", watched)
+    for shares in (False, True):
+        model = randomized(tiny_model("qwen2"))
+        assert not shares or use_token_tree(model)
+        outputs.append(HFEngine(model, pad_token_id=0, eos_token_ids=()).generate(asked))
+    # Five different prompts of at most 23 tokens; as a tree 20, then 50, 51, 60, 61, and the two of [7, 8].
+    assert sizes == [5 * 23, 20 + 4 + 2]
+    for shared, plain in zip(*outputs, strict=True):
+        assert shared.token_ids == plain.token_ids
+        torch.testing.assert_close(torch.tensor(shared.log_probs), torch.tensor(plain.log_probs), rtol=0, atol=1e-5)
 
 
 def test_new_weights_count_at_once():

@@ -10,6 +10,8 @@ from roll.pipeline.engine_gate import EngineGate
 class Engine:
     """Each call lasts until it is aborted. The first abort comes too early and is lost."""
 
+    backend_name = "ray"
+
     def __init__(self):
         self.began, self.aborted, self.num_aborts = threading.Event(), threading.Event(), 0
 

@@ -18,6 +18,8 @@ TOKENIZER = character_tokenizer()
 class SlowPolicy:
     """Answers `aaa` with a token every few milliseconds; an abort returns what there is."""
 
+    backend_name = "ray"
+
     def __init__(self, fail=False):
         self.version, self.fail = 0, fail
         self.aborted = threading.Event()

@@ -24,6 +24,8 @@ GROUPS, SAMPLES = 4, 2
 class SlowEngine:
     """Answers with one token a tick for all requests, until told to stop. Weights are a version number."""
 
+    backend_name = "ray"
+
     rpc_timeout = 20.0
 
     def __init__(self, tick: float = 0.002) -> None:

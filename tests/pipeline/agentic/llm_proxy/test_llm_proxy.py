@@ -35,6 +35,8 @@ def test_random_actions_become_tokens():
 class Interrupted:
     """A policy whose first call is interrupted after one token of every other request."""
 
+    backend_name = "ray"
+
     def __init__(self):
         self.calls = []
 
