@@ -65,14 +65,17 @@ class DroppedSample:
     finish_reason: str | None = None
 
 
+MAX_DROPPED = 64  # dropped samples of a step that are kept at least: each has a reason that someone may look for
+
+
 class RolloutLog:
     """Writes the samples of each step to the run folder.
 
     Args:
         run_dir: the run folder; the files go to its `rollouts/`.
         tokenizer: for the text of each token; anything with `decode(ids)` will do.
-        max_samples_per_step: how many samples of a step to keep, and as many dropped ones. Whole groups are kept,
-            spread evenly over the batch. None keeps all.
+        max_samples_per_step: how many samples of a step to keep, and as many dropped ones (but up to 64 of those).
+            Whole groups are kept, spread evenly over the batch. None keeps all.
     """
 
     def __init__(self, run_dir: str | Path, tokenizer: Any, max_samples_per_step: int | None = 16) -> None:
@@ -92,7 +95,7 @@ class RolloutLog:
         refuses is reported once and never stops training; the result is then None.
         """
         lines = self._sample_lines(step, batch, split) if batch is not None and len(batch) else []
-        kept = dropped if self.max_samples_per_step is None else dropped[: self.max_samples_per_step]
+        kept = dropped if self.max_samples_per_step is None else dropped[: max(self.max_samples_per_step, MAX_DROPPED)]
         lines += [_dumps(self._dropped_record(step, split, i, sample)) for i, sample in enumerate(kept)]
         path = self.folder / f"{'step' if split == 'train' else 'val'}-{step:06d}.jsonl"
         try:
