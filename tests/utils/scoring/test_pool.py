@@ -30,8 +30,9 @@ def pool():
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left():
+    before = set(children())  # of other tests: torch, for one, keeps processes for compiling
     yield
-    assert eventually(lambda: not children() and not marked("score-daemon"))
+    assert eventually(lambda: set(children()) <= before and not marked("score-daemon"))
 
 
 def outcome(pool: ScorePool, prompt: str):
