@@ -17,7 +17,7 @@ AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 # DeepSpeed's own 5e8 elements are 2 GB of float32 per rank, taken once for the whole run.
 REDUCE_BUCKET_SIZE = 50_000_000
-OWN_KEYS = ("linear_logits", "keep_logits_gib")  # keys of roll that stand beside DeepSpeed's
+OWN_KEYS = ("linear_logits", "keep_logits_gib", "share_prefixes")  # keys of roll that stand beside DeepSpeed's
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from roll.distributed.strategy.micro_batches import (
 from roll.distributed.strategy.ranks import Ranks
 from roll.distributed.strategy.weight_sync import SyncPlan, WeightChannel, checksum
 from roll.engines.engine import Engine
+from roll.exceptions import ConfigError
 from roll.models.linear_head import use_linear_logits
 from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
 from roll.models.model_providers import default_tokenizer_provider
@@ -97,9 +98,17 @@ class InferenceStrategy(ABC):
         builds_logits = head is not None
         if builds_logits and self.strategy_config.get("linear_logits", True):
             builds_logits = not use_linear_logits(self.model)
+        wanted = self.strategy_config.get("share_prefixes")
+        if wanted not in (None, True, False):
+            raise ConfigError(
+                f"{self.worker_config.name}.strategy_args.strategy_config.share_prefixes: found {wanted!r}, expected "
+                "true or false; left out, it is true on a CPU"
+            )
         # Spreading logits over the rows of a batch would copy them; hidden states and values are small.
-        if self.strategy_config.get("share_prefixes", self.device.type == "cpu") and not builds_logits:
+        if not builds_logits and (wanted or (wanted is None and self.device.type == "cpu")):
             self.shares_prefixes = use_token_tree(self.model)
+        if wanted and not self.shares_prefixes:
+            self.worker.logger.warning("share_prefixes has no effect: %s is computed row by row", type(self.model))
 
     def join_ranks(self) -> None:
         """Meet the other ranks of this role; alone, nothing happens."""

@@ -90,14 +90,14 @@ def checksum(tensor: Tensor) -> int:
 
 def _position_weights(length: int, device: torch.device) -> Tensor:
     """A number for each byte; those of short tensors, which small models have many of, are made once."""
-    if length <= _REMEMBERED_LENGTH:
+    if length < _REMEMBERED_LENGTH:
         return _remembered_weights(device)[:length]
     return torch.arange(1, length + 1, device=device) * 2654435761 % 2**31
 
 
 @functools.cache
 def _remembered_weights(device: torch.device) -> Tensor:
-    return torch.arange(1, _REMEMBERED_LENGTH + 1, device=device) * 2654435761 % 2**31
+    return _position_weights(_REMEMBERED_LENGTH, device)
 
 
 class WeightChannel:

@@ -34,3 +34,17 @@ def test_every_loss_takes_three_products_with_the_same_gradient(tmp_path, monkey
 def test_a_wrong_number_is_named(tmp_path, found):
     with pytest.raises(ConfigError, match=r"actor_train\.strategy_args\.strategy_config\.keep_logits_gib: found"):
         gradients("dpo", make_model_folder(tmp_path), make_batch("dpo"), keep_logits_gib=found)
+
+
+def test_prefixes_are_shared_unless_told_otherwise(tmp_path):
+    folder, batch = make_model_folder(tmp_path), make_batch("dpo")
+    shared, num_shared = gradients("dpo", folder, batch)
+    apart, num_apart = gradients("dpo", folder, batch, share_prefixes=False)
+    assert num_shared == num_apart and any(not torch.equal(shared[name], apart[name]) for name in shared)
+    for name in shared:
+        torch.testing.assert_close(shared[name], apart[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_wrong_share_prefixes_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"strategy_config\.share_prefixes: found 'yes', expected true or false"):
+        gradients("dpo", make_model_folder(tmp_path), make_batch("dpo"), share_prefixes="yes")
