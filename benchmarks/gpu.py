@@ -38,12 +38,15 @@ from gpu_peers import linear_peers, logits_peers, torch_version, without_graph
 from torch import Tensor
 
 from roll.ops.linear_log_probs import linear_log_probs
-from roll.ops.log_probs import log_probs_and_entropy
+from roll.ops.linear_logits import LinearLogits
+from roll.ops.log_probs import log_probs_and_entropy, next_token_log_probs
+from roll.ops.loss_in_parts import loss_in_parts
 
 GIB = 2**30
 README = Path(__file__).parent / "README.md"
 MARKS = ("<!-- gpu table: written by benchmarks/gpu.py --readme -->", "<!-- end of gpu table -->")
 KEEP_ALL = 1 << 40
+NUM_PARTS = 4
 
 
 @dataclass
@@ -61,11 +64,13 @@ class Head:
     def random(cls, tokens: int, hidden: int, vocab: int) -> Head:
         half = torch.zeros(tokens, dtype=torch.bool, device="cuda")
         half[torch.randperm(tokens, device="cuda")[: tokens // 2]] = True
+        grad_log_probs = torch.randn(tokens, device="cuda")
+        grad_log_probs[tokens // NUM_PARTS - 1 :: tokens // NUM_PARTS] = 0.0  # see train_in_parts
         return cls(
             hidden=torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_(),
             weight=(torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5).requires_grad_(),
             labels=torch.randint(0, vocab, (tokens,), device="cuda"),
-            grad_log_probs=torch.randn(tokens, device="cuda"),
+            grad_log_probs=grad_log_probs,
             grad_entropy=0.01 * torch.randn(tokens, device="cuda"),
             half=half,
         )
@@ -77,6 +82,23 @@ class Head:
     @property
     def gradient_bytes(self) -> int:
         return self.hidden.nbytes + self.weight.nbytes
+
+    def train_in_parts(self) -> None:
+        """The loss whose gradient by the log-probs is `grad_log_probs`, in one pass over each quarter of the tokens.
+
+        A quarter is one row of a batch; what follows its last token is not in it, and has gradient 0.
+        """
+        rows = self.hidden.shape[0] // NUM_PARTS
+        ids = torch.cat([self.labels[:1], self.labels[:-1]]).view(NUM_PARTS, rows)
+        slopes = self.grad_log_probs.view(NUM_PARTS, rows)[:, :-1]
+        everything = torch.ones_like(ids)
+
+        def loss_of_rows(part: LinearLogits, part_rows: slice) -> Tensor:
+            log_probs, _ = next_token_log_probs(part, ids[part_rows], everything[part_rows], keep_bytes=KEEP_ALL)
+            return (log_probs * slopes[part_rows]).sum()
+
+        output = LinearLogits(self.hidden.view(NUM_PARTS, rows, -1), self.weight)
+        loss_in_parts(output, [slice(i, i + 1) for i in range(NUM_PARTS)], loss_of_rows).backward()
 
     def clear(self) -> None:
         self.hidden.grad = self.weight.grad = None
@@ -122,13 +144,20 @@ def linear_errors(head: Head) -> dict[str, tuple[float, float]]:
     ours = worst([log_probs.detach(), entropy.detach()], exact_results), worst(head.gradients(), exact_grads)
     linear_log_probs(head.hidden, head.weight, head.labels, keep_bytes=KEEP_ALL)[0].backward(head.grad_log_probs)
     one_pass = worst(head.gradients(), exact_grads)
+    head.train_in_parts()
+    in_parts = worst(head.gradients(), exact_grads)
     rows = torch.log_softmax(F.linear(head.hidden, head.weight).float(), -1)
     log_probs = rows.gather(-1, head.labels.unsqueeze(-1)).squeeze(-1)
     with torch.no_grad():
         entropy = -(rows.exp() * rows).sum(-1)
     log_probs.backward(head.grad_log_probs)
     plain = worst([log_probs.detach(), entropy], exact_results), worst(head.gradients(), exact_grads)
-    return {"forward": (ours[0], plain[0]), "backward": (ours[1], plain[1]), "one pass": (one_pass, plain[1])}
+    return {
+        "forward": (ours[0], plain[0]),
+        "backward": (ours[1], plain[1]),
+        "one pass": (one_pass, plain[1]),
+        "in parts": (in_parts, plain[1]),
+    }
 
 
 def linear_rows(head: Head, rounds: int) -> list[Row]:
@@ -156,6 +185,10 @@ def linear_rows(head: Head, rounds: int) -> list[Row]:
             results = [log_probs] if entropy is None else [log_probs, entropy]
             torch.autograd.backward(results, [head.grad_log_probs, head.grad_entropy][: len(results)])
             head.clear()
+
+    def in_parts() -> None:
+        head.train_in_parts()
+        head.clear()
 
     def trained(way: Callable[[], Tensor]) -> Way:
         def train() -> None:
@@ -186,6 +219,7 @@ def linear_rows(head: Head, rounds: int) -> list[Row]:
             "ours": lambda: ours(True),
             "with entropy": lambda: ours(True, with_entropy=True),
             "one pass": lambda: ours(True, keep_bytes=KEEP_ALL),
+            "in parts": in_parts,
             "half": lambda: ours(True, mask=head.half),
             "half, one pass": lambda: ours(True, mask=head.half, keep_bytes=KEEP_ALL),
             "torch version": lambda: reference(True),
@@ -242,6 +276,10 @@ def linear_rows(head: Head, rounds: int) -> list[Row]:
             "the same, one pass (logits kept)", training, "one pass", "three GEMMs", "one pass",
             [time_bound(training, "one pass", "three GEMMs")],
             subtract=gradients, with_peers=True,
+        ),
+        row(
+            "the same, one pass over each quarter of the rows", training, "in parts", "three GEMMs", "in parts",
+            [time_bound(training, "in parts", "three GEMMs")], subtract=gradients,
         ),
         row(
             "the same, half of the positions masked", training, "half", "four GEMMs", None,

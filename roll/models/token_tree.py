@@ -32,6 +32,7 @@ ATTENTION = "token_tree"
 # Models whose layers mix tokens by attention alone, each of them compared with its padded forward by the tests.
 MODEL_TYPES = frozenset({"gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
 WORTHWHILE = 0.9  # nodes per cell up to which a tree costs less than the cells
+GPU_MULTIPLE = 128  # rows of whole tiles of the matrix products; and compiled layers know few numbers of nodes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class TokenTree:
     """The distinct prefixes of a right-padded batch: a node for each, and where it is seen.
 
     node_BS: the node of each cell; cells of padding have any node.
-    cell_N: the first cell, `row * S + column`, in which each node stands.
+    cell_N: the first cell, `row * S + column`, in which each node stands. Nodes that only fill up a round number stand
+    in cell 0, and no cell has them.
     """
 
     ids_1N: Tensor
@@ -65,8 +67,8 @@ class TokenTree:
         return _spread(output[0], self.node_BS)
 
 
-def token_tree(input_ids_BS: Tensor, attention_mask_BS: Tensor) -> TokenTree | None:
-    """The tree of a right-padded batch, or None where it would save too little."""
+def token_tree(input_ids_BS: Tensor, attention_mask_BS: Tensor, *, round_to: int = 1) -> TokenTree | None:
+    """The tree of a right-padded batch, with a multiple of `round_to` nodes, or None where it would save too little."""
     batch_size, width = input_ids_BS.shape
     is_token_C = attention_mask_BS.flatten() != 0
     cells_C = torch.arange(batch_size * width, device=input_ids_BS.device)
@@ -85,6 +87,7 @@ def token_tree(input_ids_BS: Tensor, attention_mask_BS: Tensor) -> TokenTree | N
     cell_N = is_leader_C.nonzero()[:, 0]
     if len(cell_N) > WORTHWHILE * len(cells_C) or not _is_exact(input_ids_BS, is_token_C, leader_C):
         return None
+    cell_N = F.pad(cell_N, (0, -len(cell_N) % round_to))
     return TokenTree(
         ids_1N=input_ids_BS.flatten()[cell_N][None],
         positions_1N=(cell_N % width)[None],

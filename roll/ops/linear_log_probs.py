@@ -135,7 +135,8 @@ def selected_linear_log_probs(
         keep_bytes=keep_bytes if torch.is_grad_enabled() else 0,
     )
     hidden = output.hidden.reshape(-1, output.hidden.shape[-1])
-    log_probs, entropy = _LinearLogProbs.apply(hidden, output.weight, output.bias, selection, options)
+    sums = output.weight_sum, output.bias_sum
+    log_probs, entropy = _LinearLogProbs.apply(hidden, output.weight, output.bias, selection, options, sums)
     return log_probs.view(selection.shape), None if entropy is None else entropy.view(selection.shape)
 
 
@@ -179,7 +180,13 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, selection: Selection, options: _Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        selection: Selection,
+        options: _Options,
+        sums: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         if not any(ctx.needs_input_grad):
             options = replace(options, keep_bytes=0)
@@ -188,7 +195,7 @@ class _LinearLogProbs(torch.autograd.Function):
             tiles = _Tiles(hidden, weight, bias, selection, options, num_buffers=num_buffers)
             statistics = _forward(tiles, selection, options)
         ctx.save_for_backward(hidden, weight, bias, selection.index, selection.labels, *statistics)
-        ctx.shape, ctx.options, ctx.kept = selection.shape, options, tiles.kept
+        ctx.shape, ctx.options, ctx.sums, ctx.kept = selection.shape, options, sums, tiles.kept
         ctx.set_materialize_grads(False)
         assert statistics.log_probs is not None
         entropy = None if statistics.entropy is None else selection.put(statistics.entropy)
@@ -203,7 +210,7 @@ class _LinearLogProbs(torch.autograd.Function):
             )
         grad_log_probs, grad_entropy = grad_outputs
         if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         hidden, weight, bias, index, labels, *statistics = ctx.saved_tensors
         selection = Selection(index, labels, ctx.shape)
         # Kept tiles become gradients, so they serve one backward; a second one through the same graph finds none.
@@ -216,9 +223,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else selection.take(grad_entropy).contiguous(),
             )
             tiles = _Tiles(hidden, weight, bias, selection, ctx.options, kept=kept)
-            grad_rows, grad_weight, grad_bias = _backward(tiles, arrived, ctx.options, ctx.needs_input_grad)
+            grad_rows, grad_weight, grad_bias = _backward(tiles, arrived, ctx.options, ctx.needs_input_grad, ctx.sums)
         grad_hidden = None if grad_rows is None else selection.put(grad_rows.to(hidden.dtype), copy=False)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 class _Tiles:
@@ -307,13 +314,20 @@ def _forward(tiles: _Tiles, selection: Selection, options: _Options) -> RowStati
 
 
 def _backward(
-    tiles: _Tiles, arrived: RowGradients, options: _Options, needs_grad: tuple[bool, ...]
+    tiles: _Tiles,
+    arrived: RowGradients,
+    options: _Options,
+    needs_grad: tuple[bool, ...],
+    sums: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the selected rows, of the weight and of the bias."""
-    weight, bias, rows = tiles.weight, tiles.bias, tiles.rows
-    sum_dtype = accumulation_dtype(options.dtype)
-    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_grad[1] else None
-    grad_bias = torch.empty_like(bias) if bias is not None and needs_grad[2] else None
+    """Gradients of the selected rows, of the weight and of the bias; for the last two None if they go into `sums`."""
+    rows, sum_dtype = tiles.rows, accumulation_dtype(options.dtype)
+    weight_total, bias_total = sums
+    grad_weight = grad_bias = None
+    if needs_grad[1] and weight_total is None:
+        grad_weight = torch.empty_like(tiles.weight, memory_format=torch.contiguous_format)
+    if tiles.bias is not None and needs_grad[2] and bias_total is None:
+        grad_bias = torch.empty_like(tiles.bias)
     for grad in (grad_weight, grad_bias):
         if grad is not None:  # what pads the vocabulary is not written below; with no rows nothing is
             grad[options.num_columns if tiles.bands else 0 :].zero_()
@@ -321,15 +335,20 @@ def _backward(
     if needs_grad[0]:
         grad_rows = torch.empty_like(rows, dtype=rows.dtype if len(tiles.parts) == 1 else sum_dtype)
     for part in tiles.parts if tiles.bands else ():
-        weight_sum = None if grad_weight is None else _sum_buffer(grad_weight[part], len(tiles.bands) > 1)
-        bias_sum = None if grad_bias is None else torch.zeros_like(grad_bias[part], dtype=sum_dtype)
+        weight_sum = None if weight_total is None else weight_total[part]
+        if grad_weight is not None:
+            weight_sum = _sum_buffer(grad_weight[part], len(tiles.bands) > 1)
+        bias_sum = None if bias_total is None else bias_total[part]
+        if grad_bias is not None:
+            bias_sum = torch.zeros_like(grad_bias[part], dtype=sum_dtype)
         for band in tiles.bands:
             tile = tiles.take(band, part)
             row_gradient_(tile, arrived.rows(band), options.transform, first_column=part.start)
             if grad_rows is not None:
                 _add_product(grad_rows[band], tile, tiles.weight_of(part), first=part.start == 0)
             if weight_sum is not None:
-                _add_product(weight_sum, tile.t(), rows[band], first=band.start == 0)
+                is_first = grad_weight is not None and band.start == 0
+                _add_product(weight_sum, tile.t(), rows[band], first=is_first)
             if bias_sum is not None:
                 bias_sum += tile.sum(0, dtype=sum_dtype)
         if grad_weight is not None and weight_sum is not None and weight_sum.dtype != grad_weight.dtype:

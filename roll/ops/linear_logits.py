@@ -30,6 +30,8 @@ class LinearLogits:
     soft_cap:    cap(x) = soft_cap * tanh(x / soft_cap) (Gemma's `final_logit_softcapping`), None for none
     vocab_size:  rows of `weight` beyond it pad the vocabulary to a round size: they never enter the softmax, and
                  their gradient is zero; None for none
+    weight_sum, bias_sum: where the operators of `roll.ops` add the gradients of weight and bias instead of handing them
+                 to autograd; None to hand them over
     """
 
     hidden: Tensor
@@ -38,6 +40,8 @@ class LinearLogits:
     scale: float = 1.0
     soft_cap: float | None = None
     vocab_size: int | None = None
+    weight_sum: Tensor | None = None
+    bias_sum: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -81,11 +85,14 @@ class LinearLogits:
 
 
 def _flatten(node: LinearLogits) -> tuple[list[Any], tuple[Any, ...]]:
-    return [node.hidden, node.weight, node.bias], (node.scale, node.soft_cap, node.vocab_size)
+    context = (node.scale, node.soft_cap, node.vocab_size)
+    return [node.hidden, node.weight, node.bias, node.weight_sum, node.bias_sum], context
 
 
 def _unflatten(children: Any, context: tuple[Any, ...]) -> LinearLogits:
-    return LinearLogits(*children, *context)
+    hidden, weight, bias, weight_sum, bias_sum = children
+    scale, soft_cap, vocab_size = context
+    return LinearLogits(hidden, weight, bias, scale, soft_cap, vocab_size, weight_sum, bias_sum)
 
 
 pytree.register_pytree_node(

@@ -15,7 +15,8 @@ from kernel_checks import TRANSFORMS, check_rows, random_logits
 from roll.ops import softmax_rows
 from roll.ops.linear_log_probs import linear_log_probs
 from roll.ops.linear_logits import LinearLogits
-from roll.ops.log_probs import log_probs_and_entropy
+from roll.ops.log_probs import log_probs_and_entropy, next_token_log_probs
+from roll.ops.loss_in_parts import loss_in_parts
 from roll.ops.softmax_rows import LogitTransform, PieceLimits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -113,6 +114,29 @@ def test_linear_log_probs_is_no_less_exact_than_logits_of_the_same_precision(
         error, usual_error = ((value.double() - expected).norm() / expected.norm() for value in (found, usual))
         assert error < 1.05 * usual_error + 2e-6, f"{name}: {error:.2e}, plain {usual_error:.2e}"
     assert (ours[0][~given["mask"]] == 0).all() and (ours[2][~given["mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_loss_in_parts_is_as_exact_as_the_whole(seed: int, dtype: torch.dtype) -> None:
+    given = linear_inputs(8 * 90, 128, 5003, dtype)
+    ids, slopes = given["labels"].view(8, 90), given["grads"][0].view(8, 90)[:, 1:]
+    mask = given["mask"].view(8, 90)
+
+    def loss(part: LinearLogits, rows: slice) -> Tensor:
+        log_probs, _ = next_token_log_probs(part, ids[rows], mask[rows], keep_bytes=1 << 30)
+        return (log_probs * slopes[rows]).sum(-1).tanh().sum()
+
+    def gradients(way: str) -> list[Tensor]:
+        kind = torch.float64 if way == "exact" else dtype
+        leaves = [given[name].detach().to(kind).requires_grad_() for name in ("hidden", "weight", "bias")]
+        output = LinearLogits(leaves[0].view(8, 90, 128), *leaves[1:])
+        parts = [slice(0, 3), slice(3, 4), slice(4, 8)]
+        (loss_in_parts(output, parts, loss) if way == "in parts" else loss(output, slice(0, 8))).backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    for exact, whole, found in zip(*(gradients(way) for way in ("exact", "whole", "in parts")), strict=True):
+        error, usual_error = ((value.double() - exact).norm() / exact.norm() for value in (found, whole))
+        assert error < 1.05 * usual_error + 2e-6
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 3 << 20, 40 << 20])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import make_model_folder
+from tiny_models import VOCAB_SIZE, make_model_folder
 from training_setup import PROBES, make_batch, make_config, pad_batch, reference_gradients, relative_error
 
 from roll.distributed.executor.worker import WorkerContext, worker_context
@@ -28,6 +28,17 @@ def test_one_gradient(tmp_path, lone_process_group, strategy, pipeline, linear_l
     worker = cuda_worker(pipeline, config)
     assert next(worker.strategy.model.parameters()).device.type == "cuda"
     gradients, _ = worker.gradients(pad_batch(batch, left=1, right=2))
+    assert relative_error(gradients, reference_gradients(pipeline, folder, config, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
+@pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
+def test_one_gradient_with_the_head_in_parts_and_shared_prefixes(tmp_path, lone_process_group, strategy, pipeline):
+    folder = make_model_folder(tmp_path)
+    few = {"keep_logits_gib": 12 * VOCAB_SIZE * 4 / 2**30, "share_prefixes": True}
+    config = make_config(pipeline, folder, strategy=strategy, strategy_config=few, micro_batch=8)
+    batch = make_batch(pipeline)
+    gradients, _ = cuda_worker(pipeline, config).gradients(batch)
     assert relative_error(gradients, reference_gradients(pipeline, folder, config, batch)) < 1e-5
 
 

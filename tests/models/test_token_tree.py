@@ -119,9 +119,9 @@ def gradients(model, output, mask):
     return found
 
 
-def check_same(model, outputs):
+def check_same(model, outputs, **options):
     ids, mask = groups_of_rows()
-    tree = token_tree(ids, mask)
+    tree = token_tree(ids, mask, **options)
     assert tree.ids_1N.shape[1] < 0.6 * ids.numel()
     plain = model(input_ids=ids, use_cache=False).logits
     shared = tree.rows_of(model(**tree.model_inputs(), use_cache=False).logits)
@@ -152,6 +152,16 @@ def test_with_recomputation():
     assert use_token_tree(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     check_same(model, lambda output: output)
+
+
+def test_nodes_that_fill_up_a_round_number():
+    model = tiny_model("qwen2")
+    assert use_token_tree(model)
+    ids, mask = groups_of_rows()
+    num_nodes = token_tree(ids, mask).ids_1N.shape[1]
+    assert num_nodes % 16
+    assert token_tree(ids, mask, round_to=16).ids_1N.shape[1] == -(-num_nodes // 16) * 16
+    check_same(model, lambda output: output, round_to=16)
 
 
 def test_values_per_token():

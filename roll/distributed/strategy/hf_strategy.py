@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from roll.distributed.executor.worker import Worker
 
 BUCKET_BYTES = 64 * 2**20
+RECOMPILE_LIMIT = 64  # graphs of one function before torch.compile gives up; its default is 8
 
 
 class HfInferStrategy(InferenceStrategy):
@@ -96,6 +97,8 @@ def compile_layers(model: nn.Module) -> None:
     recomputation then leaves out what no gradient needs (the last matrix product of a block), and one that is compiled
     anew for another width cannot differ from the forward pass that it repeats.
     """
+    # Models share the code of their blocks: each of them, with and without gradients, for one width and for any.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     compiled: dict[type, type] = {}
     for layer in decoder_layers(model):
         cls = type(layer)

@@ -77,6 +77,24 @@ def plan_by_tokens(lengths: Sequence[int], max_tokens: int, *, round_to: int = 1
     return plan
 
 
+def cut_by_tokens(num_tokens: Sequence[int], max_tokens: int, *, unit: int = 1) -> list[slice]:
+    """Consecutive rows that have at most `max_tokens` together, or are one unit of rows, which is never separated.
+
+    Example: rows of 3, 1, 2, 5 tokens by 4 -> [0:2] [2:3] [3:4].
+    """
+    parts: list[slice] = []
+    room = -1
+    for start in range(0, len(num_tokens), unit):
+        needed = sum(num_tokens[start : start + unit])
+        if needed <= room:
+            parts[-1] = slice(parts[-1].start, start + unit)
+            room -= needed
+        else:
+            parts.append(slice(start, start + unit))
+            room = max_tokens - needed
+    return parts
+
+
 def split_to(plan: list[Rows], num_micro_batches: int, *, unit: int = 1) -> list[Rows]:
     """Cut the largest micro-batches until there are `num_micro_batches`, filling with empty ones when rows run out.
 

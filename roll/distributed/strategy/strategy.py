@@ -36,7 +36,7 @@ from roll.exceptions import ConfigError
 from roll.models.linear_head import use_linear_logits
 from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
 from roll.models.model_providers import default_tokenizer_provider
-from roll.models.token_tree import token_tree, use_token_tree
+from roll.models.token_tree import GPU_MULTIPLE, token_tree, use_token_tree
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
 from roll.utils.offload_states import OffloadStateType, includes
@@ -160,7 +160,10 @@ class InferenceStrategy(ABC):
     def forward_model(self, data: DataProto) -> ModelOutput:
         """One forward pass of the model over a micro-batch; logits are not built when the head allows it."""
         if self.shares_prefixes and data.meta_info["right_padded"]:
-            tree = token_tree(data["input_ids"].to(self.device), data["attention_mask"].to(self.device))
+            round_to = 1 if self.device.type == "cpu" else GPU_MULTIPLE
+            tree = token_tree(
+                data["input_ids"].to(self.device), data["attention_mask"].to(self.device), round_to=round_to
+            )
             if tree is not None:
                 return tree.rows_of(self.model(**tree.model_inputs(), use_cache=False).logits)
         return self.model(**self._model_inputs(data), use_cache=False).logits

@@ -7,19 +7,21 @@
 so nothing is averaged, and the number of micro-batches or ranks appears nowhere.
 
 A loss reads log-probs through `score`. From hidden states that takes one matrix product forward and three backward, one
-of which makes the same logits again; `TrainStrategy.score` keeps those of a micro-batch for its backward as far as
-`strategy_config.keep_logits_gib` goes, and where all fit, the head costs three products. That is so for any loss, since
-only rounding differs. Only the selected (response) tokens count.
+of which makes the same logits again. `TrainStrategy.score` keeps those of a micro-batch for its backward as far as
+`strategy_config.keep_logits_gib` goes, and where all fit, the head costs three products. Where they do not, the head is
+trained some rows at a time, one pass over each (`roll.ops.loss_in_parts`): three products again. That is so for any
+loss, because losses add up over rows. Only the selected (response) tokens count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +38,7 @@ from roll.distributed.strategy.checkpoint import (
     save_json,
     save_optimizer,
 )
-from roll.distributed.strategy.micro_batches import Rows, plan_by_rows, plan_by_tokens
+from roll.distributed.strategy.micro_batches import Rows, cut_by_tokens, plan_by_rows, plan_by_tokens
 from roll.distributed.strategy.strategy import (
     InferenceStrategy,
     LossFunction,
@@ -48,11 +50,15 @@ from roll.distributed.strategy.strategy import (
 )
 from roll.exceptions import ConfigError, DataError, RollError
 from roll.models.hf_checkpoint import atomic_folder, load_hf_weights, write_hf_files
+from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
+from roll.ops.loss_in_parts import loss_in_parts
+from roll.ops.softmax_rows import accumulation_dtype
 from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
 
 TRAINING_FOLDER = "training"
 KEEP_LOGITS = "keep_logits_gib"
+LossInParts = tuple[Tensor, list[Mapping[str, Any]]]
 MAX_BAD_STEPS = 3  # consecutive non-finite steps before a run stops
 PLACEHOLDER = (
     "is_placeholder"  # meta_info key: this rank has no rows in this step; its one row only keeps step with others
@@ -158,8 +164,8 @@ class TrainStrategy(InferenceStrategy):
             micro.data.meta_info.update(counts)
             output = self.forward_model(micro.data)
             if plan[index]:
-                loss, micro_metrics = loss_func(micro.data, output)
-                for key, value in micro_metrics.items():
+                loss, found = self._loss(micro.data, output, loss_func)
+                for key, value in itertools.chain.from_iterable(part.items() for part in found):
                     metrics.setdefault(key, []).append(value)
             else:
                 loss = connected_zero(output, micro.data)
@@ -172,6 +178,40 @@ class TrainStrategy(InferenceStrategy):
             f"{role}/grad_norm": grad_norm,
             f"{role}/skipped_steps@max": float(self.bad_steps_in_a_row > 0),
         }
+
+    def _loss(self, data: DataProto, output: ModelOutput, loss_func: LossFunction) -> LossInParts:
+        """The loss of a micro-batch, with the metrics of each of the parts that it was computed in."""
+        parts = self._parts(data, output)
+        if not isinstance(output, LinearLogits) or len(parts) == 1:
+            loss, metrics = loss_func(data, output)
+            return loss, [metrics]
+        found: list[Mapping[str, Any]] = []
+
+        def loss_of_rows(part_output: LinearLogits, rows: slice) -> Tensor:
+            loss, metrics = loss_func(data.slice(rows.start, rows.stop), part_output)
+            found.append(metrics)
+            return loss
+
+        return loss_in_parts(output, parts, loss_of_rows), found
+
+    def _parts(self, data: DataProto, output: ModelOutput) -> list[slice]:
+        """The rows of a micro-batch, cut so that the logits of each part may be kept; one part if all may, or if adding
+        up the gradient of the head would take more memory than logits may."""
+        whole = [slice(0, output.shape[0])]
+        if not isinstance(output, LinearLogits):
+            return whole
+        weight, token_bytes = output.weight, output.shape[-1] * output.dtype.itemsize
+        sum_dtype = accumulation_dtype(weight.dtype)
+        sum_bytes = weight.numel() * sum_dtype.itemsize if weight.requires_grad and weight.dtype != sum_dtype else 0
+        all_fit = output.shape[:2].numel() * token_bytes <= self.kept_logits_bytes
+        if all_fit or self.kept_logits_bytes == 0 or self.kept_logits_bytes < sum_bytes:
+            return whole
+        mask = data["response_mask"] if "response_mask" in data else data["attention_mask"]
+        return cut_by_tokens(
+            mask.count_nonzero(1).tolist(),
+            self.kept_logits_bytes // token_bytes,
+            unit=data.meta_info.get("rows_per_unit", 1),
+        )
 
     def _optimizer_step(self, loss: Tensor, batch: DataProto) -> float:
         self.reduce_gradients()

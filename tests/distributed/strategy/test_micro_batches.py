@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.micro_batches import (
+    cut_by_tokens,
     make_micro_batch,
     plan_by_rows,
     plan_by_tokens,
@@ -64,6 +65,24 @@ def test_plans_hold_every_row_once_within_the_budget(lengths, budget, extra, uni
     assert len(longer) == len(plan) + extra
     assert sorted(chain.from_iterable(longer)) == list(range(len(lengths)))
     assert all(len(rows) % unit == 0 for rows in longer)
+
+
+def test_cuts_leave_rows_in_order():
+    assert cut_by_tokens([3, 1, 2, 5], 4) == [slice(0, 2), slice(2, 3), slice(3, 4)]
+    assert cut_by_tokens([3, 1, 2, 5], 6, unit=2) == [slice(0, 2), slice(2, 4)]
+    assert cut_by_tokens([0, 0, 0], 0) == [slice(0, 3)]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=8), most=st.integers(0, 20), unit=st.sampled_from([1, 2])
+)
+def test_cuts_hold_every_row_once_within_the_budget(tokens, most, unit):
+    tokens = [count for count in tokens for _ in range(unit)]
+    parts = cut_by_tokens(tokens, most, unit=unit)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(tokens)))
+    for part in parts:
+        assert part.start % unit == part.stop % unit == 0
+        assert sum(tokens[part]) <= most or part.stop - part.start == unit
 
 
 def test_split_cuts_the_largest_and_then_adds_empty_ones():

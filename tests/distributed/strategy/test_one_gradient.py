@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from lab_worker import Lab
+from tiny_models import VOCAB_SIZE
 from training_setup import (
     LOSSES,
     MODELS,
@@ -23,6 +24,7 @@ from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager
 
 TOLERANCE = 1e-5
+TWELVE_TOKENS = 12 * VOCAB_SIZE * 4 / 2**30  # GiB of their logits
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,18 @@ def test_fsdp2_on_one_rank(folders, pipeline, lone_process_group):
     check(pipeline, None, folders["qwen2", True], strategy="fsdp2_train")
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
+def test_the_head_in_parts(folders, model, pipeline):
+    check(pipeline, None, folders[model], micro_batch=8, strategy_config={"keep_logits_gib": TWELVE_TOKENS})
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "dpo"])
+def test_the_head_in_parts_with_fsdp2(folders, pipeline, lone_process_group):
+    few = {"keep_logits_gib": TWELVE_TOKENS}
+    check(pipeline, None, folders["qwen2", True], micro_batch=8, strategy="fsdp2_train", strategy_config=few)
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
 @pytest.mark.parametrize(("pipeline", "workers"), [("agentic", 2), ("dpo", 2), ("rlvr", 4)])
@@ -109,7 +123,7 @@ def test_whole_grid(folders, labs, workers, strategy, model, pipeline, mode):
     turn = LOSSES.index((pipeline, mode)) + MODELS.index(model)
     options = {
         "strategy": strategy,
-        "strategy_config": {"linear_logits": turn % 2 == 0},
+        "strategy_config": {"linear_logits": turn % 2 == 0, "keep_logits_gib": TWELVE_TOKENS if turn % 4 == 0 else 1},
         "gradient_checkpointing": turn % 3 == 0,
         "workers": workers,
         "max_tokens": 28 if turn % 4 == 1 else None,
