@@ -1,6 +1,6 @@
 """DPO here and in TRL on one GPU, side by side: a 1.5B Qwen2-shaped model, pairs of 2,048 tokens, half of them prompt.
 
-    python benchmarks/dpo_gpu.py [--steps 10] [--only roll] [--eager] [--share-prefixes] [--profile]
+    python benchmarks/dpo_gpu.py [--steps 10] [--only roll] [--eager] [--row-by-row] [--profile]
 
 Three settings: 4 pairs a step, 4 pairs with gradient checkpointing, 16 pairs with it. Both train the same random
 weights in bf16 with a live reference model and fused AdamW; ours with `strategy_config: {compile: true}`, TRL's as it
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", choices=["roll", "trl"], help="run one of the two")
     parser.add_argument("--profile", action="store_true", help="show the kernels of one of our steps")
-    parser.add_argument("--share-prefixes", action="store_true", help="compute the prompt of a pair once")
+    parser.add_argument("--row-by-row", action="store_true", help="without strategy_config.share_prefixes")
     parser.add_argument("--eager", action="store_true", help="without strategy_config.compile")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -252,7 +252,7 @@ def main() -> None:
                     size,
                     checkpointing,
                     steps=options.steps,
-                    strategy_config={"compile": not options.eager, "share_prefixes": options.share_prefixes},
+                    strategy_config={"compile": not options.eager, "share_prefixes": not options.row_by_row},
                     profile=options.profile,
                 )
                 free()

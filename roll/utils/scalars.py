@@ -8,8 +8,9 @@ from torch import Tensor
 
 def to_floats(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Python floats of 0-d tensors (and numbers), with one transfer for all tensors instead of one for each."""
-    tensors = {key: value.detach() for key, value in scalars.items() if isinstance(value, Tensor)}
-    floats = dict(zip(tensors, _read(list(tensors.values())), strict=True))
+    tensors = {key: value for key, value in scalars.items() if isinstance(value, Tensor)}
+    with torch.no_grad():
+        floats = dict(zip(tensors, _read(list(tensors.values())), strict=True))
     return {key: floats[key] if key in floats else float(value) for key, value in scalars.items()}
 
 

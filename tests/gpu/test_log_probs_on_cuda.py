@@ -124,7 +124,7 @@ def test_a_loss_in_parts_is_as_exact_as_the_whole(seed: int, dtype: torch.dtype)
 
     def loss(part: LinearLogits, rows: slice) -> Tensor:
         log_probs, _ = next_token_log_probs(part, ids[rows], mask[rows], keep_bytes=1 << 30)
-        return (log_probs * slopes[rows]).sum(-1).tanh().sum()
+        return (log_probs * slopes[rows]).sum()
 
     def gradients(way: str) -> list[Tensor]:
         kind = torch.float64 if way == "exact" else dtype

@@ -12,6 +12,7 @@ Keys of `strategy_config`:
     linear_logits           never build a logits tensor (default true)
     keep_logits_gib         how much of a micro-batch's logits may wait for its backward, in training (see
                             train_strategy; default: 2% of the GPU's memory)
+    share_prefixes          compute tokens once that rows have in common (default true)
 
 Training keeps float32 master weights whatever `param_dtype` is. All ranks run equally many forward and backward
 passes: a rank with fewer micro-batches takes part with an empty one.

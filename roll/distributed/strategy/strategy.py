@@ -102,10 +102,10 @@ class InferenceStrategy(ABC):
         if wanted not in (None, True, False):
             raise ConfigError(
                 f"{self.worker_config.name}.strategy_args.strategy_config.share_prefixes: found {wanted!r}, expected "
-                "true or false; left out, it is true on a CPU"
+                "true or false; left out, it is true"
             )
         # Spreading logits over the rows of a batch would copy them; hidden states and values are small.
-        if not builds_logits and (wanted or (wanted is None and self.device.type == "cpu")):
+        if not builds_logits and wanted is not False:
             self.shares_prefixes = use_token_tree(self.model)
         if wanted and not self.shares_prefixes:
             self.worker.logger.warning("share_prefixes has no effect: %s is computed row by row", type(self.model))
