@@ -101,11 +101,12 @@ def token_loss(
         gradient = torch.empty(shape, device=device)
     if has_graph and entropy_BT is not None and entropy_BT.requires_grad and kind.entropy_coef != 0:
         entropy_gradient = torch.empty(shape, device=device)
-    table = _row_losses(log_probs_BT, entropy_BT, inputs, kind, gradient, entropy_gradient)
-    loss = _function_with_gradient((log_probs_BT, gradient), (entropy_BT, entropy_gradient))
-    if loss is None:
-        loss = torch.empty((), device=device)
-    results = _add_up(table, kind, loss.detach())
+    with torch.cuda.device_of(log_probs_BT):  # Triton launches on the current device, which may be another
+        table = _row_losses(log_probs_BT, entropy_BT, inputs, kind, gradient, entropy_gradient)
+        loss = _function_with_gradient((log_probs_BT, gradient), (entropy_BT, entropy_gradient))
+        if loss is None:
+            loss = torch.empty((), device=device)
+        results = _add_up(table, kind, loss.detach())
     return loss, dict(zip(RESULTS, results.unbind(), strict=True))
 
 
@@ -147,19 +148,18 @@ def _row_losses(
     bounds = -math.inf if kind.low is None else kind.low, math.inf if kind.high is None else kind.high
     coefficients = (kind.pg_coef, kind.kl_coef, kind.entropy_coef)
     tile = max(16, min(TILE, 1 << (width - 1).bit_length()))
-    with torch.cuda.device_of(log_probs):  # Triton launches on the current device, which may be another
-        kernels.token_loss_kernel[(num_rows,)](
-            *(*rows, weights, gradient, spread, entropy_gradient, table),
-            *(0 if tensor is None else tensor.stride(0) for tensor in rows),
-            *(part for count in counts for part in count),
-            *(*kind.surrogate[1:], *bounds, *coefficients, width),
-            RATIO=kind.ratio_type,
-            SURROGATE=kind.surrogate[0],
-            KL=kind.kl_kind,
-            AGGREGATION=kind.agg_mode,
-            TILE=tile,
-            num_warps=max(1, WARPS * tile // TILE),
-        )
+    kernels.token_loss_kernel[(num_rows,)](
+        *(*rows, weights, gradient, spread, entropy_gradient, table),
+        *(0 if tensor is None else tensor.stride(0) for tensor in rows),
+        *(part for count in counts for part in count),
+        *(*kind.surrogate[1:], *bounds, *coefficients, width),
+        RATIO=kind.ratio_type,
+        SURROGATE=kind.surrogate[0],
+        KL=kind.kl_kind,
+        AGGREGATION=kind.agg_mode,
+        TILE=tile,
+        num_warps=max(1, WARPS * tile // TILE),
+    )
     return table
 
 
@@ -169,8 +169,7 @@ def _add_up(table: Tensor, kind: TokenLossKind, loss: Tensor) -> Tensor:
     assert kernels is not None
     results = torch.empty(len(RESULTS), dtype=torch.float64, device=table.device)
     coefficients = (kind.pg_coef, kind.kl_coef, kind.entropy_coef)
-    with torch.cuda.device_of(table):
-        kernels.total_loss_kernel[(1,)](table, len(table), results, loss, *coefficients, ROWS=64, num_warps=4)
+    kernels.total_loss_kernel[(1,)](table, len(table), results, loss, *coefficients, ROWS=64, num_warps=4)
     return results
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+MAX_VECTOR = 256  # entries that cost no more to bring than one
+
 
 def to_floats(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Python floats of 0-d tensors (and numbers), with one transfer for all tensors instead of one for each."""
@@ -15,12 +17,9 @@ def to_floats(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def _read(tensors: list[Tensor]) -> list[float]:
-    if len({(tensor.dtype, tensor.untyped_storage().data_ptr()) for tensor in tensors}) == 1:
-        # Entries of one vector, as kernels leave them: it is read as it lies there.
-        offsets = [tensor.storage_offset() for tensor in tensors]
-        first = min(offsets)
-        vector = tensors[0].as_strided((max(offsets) - first + 1,), (1,), first).tolist()
-        return [float(vector[offset - first]) for offset in offsets]
+    if (vector := _common_vector(tensors)) is not None:
+        first, values = vector.storage_offset(), vector.tolist()
+        return [float(values[tensor.storage_offset() - first]) for tensor in tensors]
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(i)
@@ -29,3 +28,11 @@ def _read(tensors: list[Tensor]) -> list[float]:
     values = torch.cat(stacks).tolist() if stacks else []
     order = [i for group in by_dtype.values() for i in group]
     return [value for _, value in sorted(zip(order, values, strict=True))]
+
+
+def _common_vector(tensors: list[Tensor]) -> Tensor | None:
+    """The vector whose entries these are, as kernels leave them: it can be read as it lies there."""
+    vector = tensors[0]._base if tensors else None
+    if vector is None or vector.ndim != 1 or not vector.is_contiguous() or len(vector) > MAX_VECTOR:
+        return None
+    return vector if all(tensor._base is vector and tensor.dtype == vector.dtype for tensor in tensors) else None
