@@ -19,7 +19,8 @@ from roll.algorithms.masking import segment_masked_mean
 from roll.algorithms.policy_loss import PPOClip, policy_loss
 from roll.algorithms.returns import discounted_returns, gae
 from roll.ops import reverse_scan, segment_mean
-from roll.pipeline.loss_io import policy_metrics, report
+from roll.pipeline.loss_io import policy_metrics
+from roll.utils.metrics.deferred import DeferredMetrics
 
 GAMMA, LAM = 0.99, 0.95
 
@@ -176,7 +177,7 @@ def loss_row(ratio_type: str, device: torch.device) -> Row:
     def step(log_probs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         leaf = log_probs.detach().requires_grad_()
         loss = policy_loss(log_probs_BT=leaf, mask_BT=mask, **columns, **options, **counts)
-        report(policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid)
+        dict(DeferredMetrics(policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid))
         loss.total.backward()
         assert leaf.grad is not None
         return leaf.grad

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from roll.models.lora import base_model
-from roll.ops.linear_logits import LinearLogits
+from roll.ops.linear_logits import LinearLogits, flatten_linear_logits, unflatten_parts
 
 # The forwards of these write into the logits tensor, which nothing but a tensor can follow.
 _WRITE_INTO_LOGITS = frozenset({"chameleon", "xlstm"})
@@ -156,12 +156,13 @@ def _is_prefix(entry: Any) -> bool:
 
 
 def _flatten(value: HeadOutput) -> tuple[list[Any], Any]:
-    context = (value.scale, value.soft_cap, value.vocab_size, value.built_dtype)
-    return [value.hidden, value.weight, value.bias], context
+    children, context = flatten_linear_logits(value)
+    return children, (context, value.built_dtype)
 
 
 def _unflatten(children: Any, context: Any) -> HeadOutput:
-    return HeadOutput(*children, *context)
+    parts, built_dtype = context
+    return HeadOutput(**unflatten_parts(children, parts), built_dtype=built_dtype)
 
 
 # FSDP2 finds the tensors of a module's output, whose gradients it waits for, through this registration.

@@ -84,17 +84,27 @@ class LinearLogits:
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
-def _flatten(node: LinearLogits) -> tuple[list[Any], tuple[Any, ...]]:
-    context = (node.scale, node.soft_cap, node.vocab_size)
-    return [node.hidden, node.weight, node.bias, node.weight_sum, node.bias_sum], context
+TENSORS = ("hidden", "weight", "bias", "weight_sum", "bias_sum")
+NUMBERS = ("scale", "soft_cap", "vocab_size")
 
 
-def _unflatten(children: Any, context: tuple[Any, ...]) -> LinearLogits:
-    hidden, weight, bias, weight_sum, bias_sum = children
-    scale, soft_cap, vocab_size = context
-    return LinearLogits(hidden, weight, bias, scale, soft_cap, vocab_size, weight_sum, bias_sum)
+def flatten_linear_logits(node: LinearLogits) -> tuple[list[Any], list[Any]]:
+    """Its tensors, and the rest."""
+    return [getattr(node, name) for name in TENSORS], [getattr(node, name) for name in NUMBERS]
+
+
+def unflatten_parts(tensors: Any, numbers: Any) -> dict[str, Any]:
+    """What `flatten_linear_logits` took apart, as keyword arguments."""
+    return dict(zip((*TENSORS, *NUMBERS), (*tensors, *numbers), strict=True))
+
+
+def _unflatten(tensors: Any, numbers: Any) -> LinearLogits:
+    return LinearLogits(**unflatten_parts(tensors, numbers))
 
 
 pytree.register_pytree_node(
-    LinearLogits, _flatten, _unflatten, serialized_type_name=f"{LinearLogits.__module__}.{LinearLogits.__qualname__}"
+    LinearLogits,
+    flatten_linear_logits,
+    _unflatten,
+    serialized_type_name=f"{LinearLogits.__module__}.{LinearLogits.__qualname__}",
 )

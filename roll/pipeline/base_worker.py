@@ -19,17 +19,16 @@ from roll.pipeline.infer_worker import InferWorker as InferWorker  # ROLL's impo
 from roll.pipeline.loss_io import (
     RATIO_TYPES,
     LossCounts,
-    Metrics,
     loss_counts,
     loss_mask,
     optional_column,
     policy_metrics,
-    report,
     sampling_metrics,
     surrogate_of,
 )
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
+from roll.utils.metrics.deferred import DeferredMetrics
 from roll.utils.metrics.reduction import append_to_dict, flatten_sum
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
@@ -82,7 +81,7 @@ class ActorWorker(ModelWorker):
         self.log_prob_temperature = getattr(pipeline_config, "log_prob_temperature", 1.0)
         super().initialize(pipeline_config)
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, DeferredMetrics]:
         """PPO on the tokens of `response_mask`, with a ratio for every token. Returns (loss, metrics).
 
         Args:
@@ -92,7 +91,7 @@ class ActorWorker(ModelWorker):
         """
         terms = self.policy_terms(data, output_tensor)
         loss = self.policy_loss(terms, ratio_type="token")
-        return loss.total, report(self.policy_metrics(loss, terms), loss.num_valid)
+        return loss.total, DeferredMetrics(self.policy_metrics(loss, terms), loss.num_valid)
 
     # -- training and scoring ----------------------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class ActorWorker(ModelWorker):
         )
 
     def policy_metrics(self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None) -> dict[str, Tensor]:
-        """ROLL's metrics of the update, 0-d tensors; `report` turns them into floats. With the batch, also the gap to
+        """ROLL's metrics of the update, 0-d tensors. With the batch, also the gap to
         the log-probabilities of sampling, if it has them."""
         metrics = policy_metrics(loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts)
         if data is not None and "infer_logprobs" in data:
@@ -316,7 +315,7 @@ class CriticWorker(ModelWorker):
 
     model_provider = staticmethod(default_value_model_provider)
 
-    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, Metrics]:
+    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, DeferredMetrics]:
         """Squared error to `returns`, clipped around the old `values` when `value_clip` is set; both (B, S-1)."""
         mask_BT = loss_mask(data, "response_mask")
         result = value_loss(
@@ -335,7 +334,7 @@ class CriticWorker(ModelWorker):
         }
         if result.old_prediction is not None:
             metrics["critic/value@sum"] = result.old_prediction
-        return result.loss, report(metrics, mask_BT)
+        return result.loss, DeferredMetrics(metrics, mask_BT)
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:

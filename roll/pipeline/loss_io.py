@@ -21,9 +21,6 @@ from roll.algorithms.policy_loss import (
 )
 from roll.distributed.scheduler.protocol import DataProto
 from roll.utils.metrics.reduction import reduce_metrics
-from roll.utils.scalars import to_floats
-
-Metrics = dict[str, float]
 
 # Names that configurations use, where they differ from those of `roll.algorithms.policy_loss`.
 RATIO_TYPES = {"seq": "sequence"}
@@ -165,11 +162,3 @@ def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
         "rollout/logprob_gap/mean": reduced["actor/first_gap@sum"],
         "rollout/logprob_gap/max": reduced.get("actor/first_gap_max@max", 0.0),
     }
-
-
-def report(metrics: Mapping[str, Tensor | float], valid: Tensor) -> Metrics:
-    """The metrics as floats, in one transfer. `valid` is the mask that they are about, or the number of its ones:
-    extremes and means of nothing do not exist and are left out."""
-    values = to_floats({**metrics, "valid": valid if valid.ndim == 0 else valid.sum()})
-    is_empty = values.pop("valid") == 0
-    return {key: value for key, value in values.items() if not (is_empty and key.endswith(("@max", "@min", "@mean")))}

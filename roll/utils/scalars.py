@@ -1,14 +1,16 @@
 """Bringing the numbers that a step reports from the device to the host."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Key = TypeVar("Key", bound=Hashable)
 MAX_VECTOR = 256  # entries that cost no more to bring than one
 
 
-def to_floats(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
+def to_floats(scalars: Mapping[Key, Tensor | float]) -> dict[Key, float]:
     """Python floats of 0-d tensors (and numbers), with one transfer for all tensors instead of one for each."""
     tensors = {key: value for key, value in scalars.items() if isinstance(value, Tensor)}
     with torch.no_grad():
@@ -17,22 +19,35 @@ def to_floats(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def _read(tensors: list[Tensor]) -> list[float]:
-    if (vector := _common_vector(tensors)) is not None:
-        first, values = vector.storage_offset(), vector.tolist()
-        return [float(values[tensor.storage_offset() - first]) for tensor in tensors]
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    # Pieces of what is brought, with the places of their entries in the result: vectors whose entries are asked for, as
+    # kernels leave them, are read as they lie there.
+    vectors: dict[int, Tensor] = {}
+    places: dict[int, list[tuple[int, int]]] = {}  # of a vector: (place in the result, entry)
+    loose: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(i)
+        if (vector := _vector_of(tensor)) is None:
+            loose.setdefault(tensor.dtype, []).append(i)
+        else:
+            vectors[id(vector)] = vector
+            places.setdefault(id(vector), []).append((i, int(tensor.storage_offset() - vector.storage_offset())))
     # Stacked first and converted then: a conversion of each would be a launch of each.
-    stacks = [torch.stack([tensors[i] for i in group]).double() for group in by_dtype.values()]
-    values = torch.cat(stacks).tolist() if stacks else []
-    order = [i for group in by_dtype.values() for i in group]
-    return [value for _, value in sorted(zip(order, values, strict=True))]
+    pieces = [*vectors.values(), *(torch.stack([tensors[i] for i in group]) for group in loose.values())]
+    places_of_pieces = [*places.values(), *([(i, entry) for entry, i in enumerate(group)] for group in loose.values())]
+    if not pieces:
+        return []
+    values = pieces[0].tolist() if len(pieces) == 1 else torch.cat([piece.double() for piece in pieces]).tolist()
+    result = [0.0] * len(tensors)
+    start = 0
+    for piece, entries in zip(pieces, places_of_pieces, strict=True):
+        for i, entry in entries:
+            result[i] = float(values[start + entry])
+        start += len(piece)
+    return result
 
 
-def _common_vector(tensors: list[Tensor]) -> Tensor | None:
-    """The vector whose entries these are, as kernels leave them: it can be read as it lies there."""
-    vector = tensors[0]._base if tensors else None
-    if vector is None or vector.ndim != 1 or not vector.is_contiguous() or len(vector) > MAX_VECTOR:
+def _vector_of(tensor: Tensor) -> Tensor | None:
+    """The short vector that a 0-d tensor is an entry of, if it is one."""
+    vector = tensor._base
+    if vector is None or vector.ndim != 1 or vector.dtype != tensor.dtype or len(vector) > MAX_VECTOR:
         return None
-    return vector if all(tensor._base is vector and tensor.dtype == vector.dtype for tensor in tensors) else None
+    return vector if vector.is_contiguous() else None

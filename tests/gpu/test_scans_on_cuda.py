@@ -14,7 +14,8 @@ from roll.algorithms.policy_loss import CISPO, RATIO_TYPES, TOPR, KimiK15, PPOCl
 from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 from roll.ops import triton_scans
 from roll.ops.segment_mean import segment_mean
-from roll.pipeline.loss_io import LossCounts, policy_metrics, report
+from roll.pipeline.loss_io import LossCounts, policy_metrics
+from roll.utils.metrics.deferred import DeferredMetrics, read_together
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -100,8 +101,8 @@ def test_kl(kl_kind: str, seed: int) -> None:
     check_token_loss((3, 300), seed, "cuda", surrogate=SURROGATES[0], kl_kind=kl_kind, **FULL)
 
 
-def test_one_transfer_brings_all_metrics(seed: int) -> None:
-    """Every copy to the host is seen by the profiler: there is one."""
+def test_one_transfer_brings_all_metrics_of_a_step(seed: int) -> None:
+    """Every copy to the host is seen by the profiler: there is one for three micro-batches."""
     log_probs, advantages, mask = random_rows(4, 300, seed, "cuda")
     counts: LossCounts = {"num_tokens": 9, "num_sequences": 4, "norm_factor": None}
     columns = {
@@ -110,7 +111,12 @@ def test_one_transfer_brings_all_metrics(seed: int) -> None:
         "advantages_BT": advantages,
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        loss = policy_loss(log_probs_BT=log_probs, surrogate=PPOClip(), mask_BT=mask, **columns, **counts)
-        report(policy_metrics(loss, agg_mode="seq-mean-token-mean", counts=counts), loss.num_valid)
+        reports = []
+        for _ in range(3):
+            loss = policy_loss(log_probs_BT=log_probs, surrogate=PPOClip(), mask_BT=mask, **columns, **counts)
+            found = policy_metrics(loss, agg_mode="seq-mean-token-mean", counts=counts)
+            reports.append(DeferredMetrics(found, loss.num_valid))
+        read_together(reports)
+        assert dict(reports[0]) == dict(reports[2])
     copies = [event.name for event in profile.events() if "DtoH" in event.name]
     assert len(copies) == 1

@@ -311,7 +311,7 @@ def test_probing_for_attributes_builds_nothing():
 def test_pytree_sees_the_tensors_and_keeps_the_rest():
     logits = (torch.tanh(head_output() / 2.0) * 2.0)[..., :5].float()
     leaves, spec = pytree.tree_flatten(logits)
-    assert leaves == [logits.hidden, logits.weight, None]
+    assert leaves == [logits.hidden, logits.weight, None, None, None]
     again = pytree.tree_unflatten(leaves, spec)
     assert type(again) is HeadOutput
     assert (again.scale, again.soft_cap, again.vocab_size, again.built_dtype) == (1.0, 2.0, 5, torch.float32)

@@ -69,10 +69,8 @@ def run_training(out: Path, **options) -> dict:
     return torch.load(out, weights_only=True)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "workers", "backend"),
-    [("hf_train", 1, "local"), pytest.param("fsdp2_train", 2, "ray", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "workers", "backend"), [("hf_train", 1, "local"), ("fsdp2_train", 2, "ray")])
 def test_exact_resume_in_a_new_process(tmp_path, strategy, workers, backend):
     folder = str(make_model_folder(tmp_path / "model"))
     common = {"folder": folder, "strategy": strategy, "workers": workers, "backend": backend}

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import time
 from abc import abstractmethod
@@ -54,6 +53,8 @@ from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
 from roll.ops.loss_in_parts import loss_in_parts
 from roll.ops.softmax_rows import accumulation_dtype
+from roll.utils.metrics.deferred import read_together
+from roll.utils.metrics.reduction import append_to_dict
 from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
 
 TRAINING_FOLDER = "training"
@@ -158,20 +159,23 @@ class TrainStrategy(InferenceStrategy):
         counts = self.global_counts(batch)
         plan = self._plan_training(batch)
         self.set_training(True)
-        metrics: Metrics = {}
+        reports: list[Mapping[str, Any]] = []
         losses: list[Tensor] = []
         for index, micro in enumerate(self._micro_batches(batch, plan)):
             micro.data.meta_info.update(counts)
             output = self.forward_model(micro.data)
             if plan[index]:
                 loss, found = self._loss(micro.data, output, loss_func)
-                for key, value in itertools.chain.from_iterable(part.items() for part in found):
-                    metrics.setdefault(key, []).append(value)
+                reports += found
             else:
                 loss = connected_zero(output, micro.data)
             losses.append(loss.detach().float())
             self.backward(loss, is_last=index == len(plan) - 1)
         grad_norm = self._optimizer_step(torch.stack(losses).sum(), batch)
+        read_together(reports)
+        metrics: Metrics = {}
+        for report in reports:
+            append_to_dict(metrics, report)
         role = self.worker_config.name
         return {
             **metrics,
