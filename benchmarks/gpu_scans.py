@@ -20,7 +20,7 @@ from roll.algorithms.policy_loss import PPOClip, policy_loss
 from roll.algorithms.returns import discounted_returns, gae
 from roll.ops import reverse_scan, segment_mean
 from roll.pipeline.loss_io import policy_metrics
-from roll.utils.metrics.deferred import DeferredMetrics
+from roll.utils.metrics.deferred import DeferredMetrics, read_together
 
 GAMMA, LAM = 0.99, 0.95
 
@@ -160,7 +160,8 @@ def segment_row(bandwidth: float, device: torch.device) -> Row:
 
 
 def loss_row(ratio_type: str, device: torch.device) -> Row:
-    """From log-probs to the loss, its gradient and the metrics as Python floats, waiting for them in every call."""
+    """From log-probs to the loss, its gradient and the metrics as Python floats, in the order of a training step of one
+    micro-batch: every call waits for its metrics."""
     mask = turns_mask(64, 8192, 16, device)
     noise = normal(64, 8192, device, 4)
     columns = {
@@ -177,8 +178,9 @@ def loss_row(ratio_type: str, device: torch.device) -> Row:
     def step(log_probs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         leaf = log_probs.detach().requires_grad_()
         loss = policy_loss(log_probs_BT=leaf, mask_BT=mask, **columns, **options, **counts)
-        dict(DeferredMetrics(policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid))
+        metrics = DeferredMetrics(policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid)
         loss.total.backward()
+        read_together([metrics])
         assert leaf.grad is not None
         return leaf.grad
 

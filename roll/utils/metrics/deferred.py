@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.utils.scalars import to_floats
+from roll.utils.scalars import all_to_floats
 
 _VALID = "valid"
 _NEED_VALUES = ("@max", "@min", "@mean")
@@ -25,22 +25,21 @@ class DeferredMetrics(MutableMapping[str, float]):
 
     def __init__(self, scalars: Mapping[str, Tensor | float], valid: Tensor) -> None:
         number = valid if valid.ndim == 0 else valid.sum()
-        everything = {**scalars, _VALID: number}
-        # Without their graphs, which would live as long as these.
+        # Without graphs, which would live as long as these.
         self._waiting: dict[str, Tensor | float] | None = {
-            key: value.detach() if isinstance(value, Tensor) else value for key, value in everything.items()
+            key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+            for key, value in (*scalars.items(), (_VALID, number))
         }
         self._floats: dict[str, float] = {}
 
     def _read(self) -> dict[str, float]:
-        if self._waiting is not None:
-            self._take(to_floats(self._waiting))
+        read_together([self])
         return self._floats
 
     def _take(self, values: dict[str, float]) -> None:
-        is_empty = values.pop(_VALID) == 0
-        self._floats = {key: value for key, value in values.items() if not (is_empty and key.endswith(_NEED_VALUES))}
-        self._waiting = None
+        if values.pop(_VALID) == 0:
+            values = {key: value for key, value in values.items() if not key.endswith(_NEED_VALUES)}
+        self._floats, self._waiting = values, None
 
     def __getitem__(self, key: str) -> float:
         return self._read()[key]
@@ -63,12 +62,6 @@ class DeferredMetrics(MutableMapping[str, float]):
 
 def read_together(metrics: Iterable[Mapping[str, Any]]) -> None:
     """Reads those of them that still wait, in one transfer."""
-    waiting = [each for each in metrics if isinstance(each, DeferredMetrics) and each._waiting is not None]
-    scalars = {
-        (number, key): value for number, each in enumerate(waiting) for key, value in (each._waiting or {}).items()
-    }
-    values: list[dict[str, float]] = [{} for _ in waiting]
-    for (number, key), value in to_floats(scalars).items():
-        values[number][key] = value
-    for each, found in zip(waiting, values, strict=True):
-        each._take(found)
+    waiting = [(each, each._waiting) for each in metrics if isinstance(each, DeferredMetrics) and each._waiting]
+    for (each, _), values in zip(waiting, all_to_floats([scalars for _, scalars in waiting]), strict=True):
+        each._take(values)
