@@ -50,6 +50,7 @@ Metrics = dict[str, Any]
 ForwardFunction = Callable[[DataProto, ModelOutput], tuple[Tensor, Mapping[str, Any]]]
 LossFunction = Callable[[DataProto, ModelOutput], tuple[Tensor, Mapping[str, Any]]]
 ModelProvider = Callable[..., nn.Module]
+LARGE_ON_A_CPU = 100_000_000  # parameters
 
 
 class InferenceStrategy(ABC):
@@ -94,6 +95,7 @@ class InferenceStrategy(ABC):
             training_args=self.worker_config.training_args,
             is_trainable=self.is_trainable,
         )
+        self._mention_unused_gpus()
         head = base_model(self.model).get_output_embeddings()
         builds_logits = head is not None
         if builds_logits and self.strategy_config.get("linear_logits", True):
@@ -109,6 +111,16 @@ class InferenceStrategy(ABC):
             self.shares_prefixes = use_token_tree(self.model)
         if wanted and not self.shares_prefixes:
             self.worker.logger.warning("share_prefixes has no effect: %s is computed row by row", type(self.model))
+
+    def _mention_unused_gpus(self) -> None:
+        """A large model on the CPU of a machine with GPUs is more often forgotten than meant."""
+        if self.device.type != "cpu" or not torch.cuda.is_available():
+            return
+        if sum(parameter.numel() for parameter in self.model.parameters()) > LARGE_ON_A_CPU:
+            self.worker.logger.warning(
+                f"{self.worker_config.name} computes on the CPU, although this machine has {torch.cuda.device_count()} "
+                f"GPU(s): its device_mapping names none. {self.worker_config.name}.device_mapping: [0] is the first"
+            )
 
     def join_ranks(self) -> None:
         """Meet the other ranks of this role; alone, nothing happens."""

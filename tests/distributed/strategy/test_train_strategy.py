@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
+from roll.distributed.strategy import strategy
 from roll.distributed.strategy.train_strategy import NonFiniteStepError
 from roll.exceptions import WorkerError
 
@@ -180,3 +181,16 @@ def test_errors_of_a_step_name_the_worker(folder):
 def test_settings_that_would_train_wrongly_are_refused(folder, model_args, message):
     with pytest.raises(WorkerError, match=message):
         local_cluster("dpo", make_config("dpo", folder, model_args=model_args))
+
+
+@pytest.mark.parametrize(("large", "is_said"), [(100, True), (10**9, False)])
+def test_a_large_model_that_leaves_the_gpus_alone_is_mentioned(folder, monkeypatch, large, is_said):
+    said = []
+    worker = local_worker("dpo", make_config("dpo", folder))
+    monkeypatch.setattr(strategy, "LARGE_ON_A_CPU", large)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(worker.logger, "warning", said.append)
+    worker.strategy._mention_unused_gpus()
+    assert bool(said) is is_said
+    assert all("actor_train computes on the CPU, although this machine has 2 GPU(s)" in text for text in said)
