@@ -28,7 +28,7 @@ from roll.pipeline.loss_io import (
 )
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
-from roll.utils.metrics.deferred import DeferredMetrics
+from roll.utils.metrics.deferred import LossMetrics, report
 from roll.utils.metrics.reduction import append_to_dict, flatten_sum
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
@@ -81,7 +81,7 @@ class ActorWorker(ModelWorker):
         self.log_prob_temperature = getattr(pipeline_config, "log_prob_temperature", 1.0)
         super().initialize(pipeline_config)
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, DeferredMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
         """PPO on the tokens of `response_mask`, with a ratio for every token. Returns (loss, metrics).
 
         Args:
@@ -91,7 +91,7 @@ class ActorWorker(ModelWorker):
         """
         terms = self.policy_terms(data, output_tensor)
         loss = self.policy_loss(terms, ratio_type="token")
-        return loss.total, DeferredMetrics(self.policy_metrics(loss, terms), loss.num_valid)
+        return loss.total, report(self.policy_metrics(loss, terms), loss.num_valid)
 
     # -- training and scoring ----------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class CriticWorker(ModelWorker):
 
     model_provider = staticmethod(default_value_model_provider)
 
-    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, DeferredMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, LossMetrics]:
         """Squared error to `returns`, clipped around the old `values` when `value_clip` is set; both (B, S-1)."""
         mask_BT = loss_mask(data, "response_mask")
         result = value_loss(
@@ -334,7 +334,7 @@ class CriticWorker(ModelWorker):
         }
         if result.old_prediction is not None:
             metrics["critic/value@sum"] = result.old_prediction
-        return result.loss, DeferredMetrics(metrics, mask_BT)
+        return result.loss, report(metrics, mask_BT)
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:

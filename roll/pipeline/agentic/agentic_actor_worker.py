@@ -6,7 +6,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.utils import compute_segment_masked_mean
 from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
-from roll.utils.metrics.deferred import DeferredMetrics
+from roll.utils.metrics.deferred import LossMetrics, report
 
 __all__ = ["ActorWorker", "compute_segment_masked_mean"]
 
@@ -14,7 +14,7 @@ __all__ = ["ActorWorker", "compute_segment_masked_mean"]
 class ActorWorker(BaseActorWorker):
     """An actor whose importance ratio may be formed per turn (`ratio_type: segment`)."""
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, DeferredMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
         """PPO with one ratio for each token or turn, corrected for the gap to the inference engine.
 
         Args:
@@ -35,4 +35,4 @@ class ActorWorker(BaseActorWorker):
             keep_BT=correction.keep_BT,
         )
         metrics = self.policy_metrics(loss, terms, data) | correction.metrics
-        return loss.total, DeferredMetrics(metrics, loss.num_valid)
+        return loss.total, report(metrics, loss.num_valid)

@@ -21,7 +21,7 @@ from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
 from roll.pipeline.loss_io import optional_column
 from roll.utils.columns import column
-from roll.utils.metrics.deferred import DeferredMetrics
+from roll.utils.metrics.deferred import LossMetrics, report
 from roll.utils.metrics.reduction import append_to_dict
 
 REFERENCE_SUMS = "reference_sums"  # a column: log-probability of each row's completion under the reference
@@ -123,7 +123,7 @@ class ActorWorker(BaseActorWorker):
             append_to_dict(metrics, self.strategy.train_step(data, self.loss_func))
         return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, 1)})
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, DeferredMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
         """Sum of the pairs' losses over the pairs of the whole optimizer step. Returns (loss, metrics).
 
         Args:
@@ -169,7 +169,7 @@ class ActorWorker(BaseActorWorker):
             "reject_logps": rejected_P,
         }
         metrics = {f"actor/{name}@sum": values_P.sum() / num_pairs for name, values_P in per_pair.items()}
-        return result.loss, DeferredMetrics({"actor/loss@sum": result.loss, **metrics}, lens_R)
+        return result.loss, report({"actor/loss@sum": result.loss, **metrics}, lens_R)
 
 
 def _num_pairs(data: DataProto) -> Count:

@@ -13,7 +13,7 @@ from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
 from roll.pipeline.loss_io import loss_counts, loss_mask
 from roll.utils.columns import column
-from roll.utils.metrics.deferred import DeferredMetrics
+from roll.utils.metrics.deferred import LossMetrics, report
 
 SAMPLE_WEIGHTS = "sample_weights"
 
@@ -40,7 +40,7 @@ def compute_sample_weights(data: DataProto, pipeline_config: Any) -> Tensor:
 class ActorWorker(BaseActorWorker):
     """An actor with row weights and an importance ratio per token or per row (`importance_sampling: seq`)."""
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, DeferredMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
         """(weighted PPO + KL) * rl_loss_coef - entropy, on the tokens of `final_response_mask`.
 
         Args:
@@ -63,7 +63,7 @@ class ActorWorker(BaseActorWorker):
         metrics = self.policy_metrics(loss, terms, data) | correction.metrics
         metrics["actor/weighted_pg_loss@sum"] = loss.weighted_pg
         metrics |= self._sample_metrics(data, loss.mask_BT.any(-1), weights_B)
-        return loss.total, DeferredMetrics(metrics, loss.num_valid)
+        return loss.total, report(metrics, loss.num_valid)
 
     def _sample_weights(self, data: DataProto) -> Tensor | None:
         config = self.pipeline_config

@@ -13,7 +13,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.linear_logits import LinearLogits
 from roll.pipeline.base_worker import ActorWorker, ModelOutput
 from roll.pipeline.loss_io import loss_counts, loss_mask
-from roll.utils.metrics.deferred import DeferredMetrics
+from roll.utils.metrics.deferred import LossMetrics, report
 from roll.utils.metrics.reduction import append_to_dict
 
 # Positions whose logits are built at the same time to see whether the answer's token is the most likely one.
@@ -31,13 +31,13 @@ class SFTWorker(ActorWorker):
             append_to_dict(metrics, self.strategy.train_step(self.strategy.get_data_input(data), self.loss_func))
         return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, 1)})
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, DeferredMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
         """The mean over all answer tokens of the optimizer step of minus their log-probability."""
         mask_BT = loss_mask(data, "response_mask")
         log_probs_BT, _ = self.score(data, output_tensor, mask_BT)
         counts = loss_counts(data, "response_mask", mask_BT, self.pipeline_config)
         loss = aggregate_loss(-log_probs_BT, mask_BT, "token-mean", num_tokens=counts["num_tokens"])
-        return loss, DeferredMetrics({"actor/loss@sum": loss}, mask_BT)
+        return loss, report({"actor/loss@sum": loss}, mask_BT)
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def evaluate(self, data: DataProto) -> DataProto:

@@ -9,19 +9,25 @@ from torch import Tensor
 
 from roll.utils.scalars import all_to_floats
 
+LossMetrics = MutableMapping[str, float]
+
 _VALID = "valid"
 _NEED_VALUES = ("@max", "@min", "@mean")
 
 
-class DeferredMetrics(MutableMapping[str, float]):
-    """The metrics of a loss, as floats for whoever reads them: the first reading brings all in one transfer.
+def report(scalars: Mapping[str, Tensor | float], valid: Tensor) -> LossMetrics:
+    """The metrics of a loss as floats: a dict, or from a GPU what reads like one.
 
     `valid` is the mask that they are about, or the number of its ones: extremes and means of nothing do not exist, and
-    such metrics are not there. `read_together` brings the metrics of several losses in one transfer.
-
-        metrics = DeferredMetrics({"actor/loss@sum": loss}, mask)
-        metrics["actor/loss@sum"]
+    such metrics are left out.
     """
+    metrics = DeferredMetrics(scalars, valid)
+    return metrics if valid.is_cuda else metrics._read()
+
+
+class DeferredMetrics(MutableMapping[str, float]):
+    """Metrics that wait on the device: the first reading brings all of them in one transfer, and `read_together` those
+    of several losses in one."""
 
     def __init__(self, scalars: Mapping[str, Tensor | float], valid: Tensor) -> None:
         number = valid if valid.ndim == 0 else valid.sum()

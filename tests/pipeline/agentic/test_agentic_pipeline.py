@@ -111,6 +111,7 @@ def test_resume_is_exact(tmp_path):
         }
 
 
+@pytest.mark.slow
 def test_environments_that_fail_are_counted_and_the_run_goes_on(tmp_path):
     envs = {
         "Raising": "RaisingEnv", "Hanging": "HangingEnv", "NaN": "NaNEnv", "None": "NoneStepEnv",

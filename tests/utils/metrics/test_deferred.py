@@ -2,7 +2,7 @@ import torch
 from log_probs_reference import TensorWatch
 
 from roll.utils.metrics import deferred
-from roll.utils.metrics.deferred import DeferredMetrics, read_together
+from roll.utils.metrics.deferred import DeferredMetrics, read_together, report
 from roll.utils.scalars import all_to_floats, to_floats
 
 
@@ -58,3 +58,8 @@ def test_entries_of_vectors_come_as_they_lie_there():
         found = to_floats({f"{i}{j}": vectors[i][j] for i in (1, 0) for j in (3, 0)} | {"x": torch.tensor(9.0)})
     assert found == {"13": 7.0, "10": 4.0, "03": 3.0, "00": 0.0, "x": 9.0}
     assert watch.operations.count("cat") == 1
+
+
+def test_on_a_cpu_there_is_nothing_to_wait_for():
+    metrics = report({"a@sum": torch.tensor(2.0), "b@max": torch.tensor(-torch.inf)}, torch.zeros(3))
+    assert type(metrics) is dict and metrics == {"a@sum": 2.0}
