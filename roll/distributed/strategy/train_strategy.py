@@ -200,9 +200,10 @@ class TrainStrategy(InferenceStrategy):
 
     def _parts(self, data: DataProto, output: ModelOutput) -> list[slice]:
         """The rows of a micro-batch, cut so that the logits of each part may be kept; one part if all may, or if adding
-        up the gradient of the head would take more memory than logits may."""
+        up the gradient of the head would take more memory than logits may. In fp16 also one: its gradients need the
+        scale of the loss, which comes when the loss is known."""
         whole = [slice(0, output.shape[0])]
-        if not isinstance(output, LinearLogits):
+        if not isinstance(output, LinearLogits) or output.dtype == torch.float16:
             return whole
         weight, token_bytes = output.weight, output.shape[-1] * output.dtype.itemsize
         sum_dtype = accumulation_dtype(weight.dtype)

@@ -9,6 +9,7 @@ from training_setup import PROBES, make_batch, make_config
 from roll.distributed.strategy import train_strategy
 from roll.exceptions import ConfigError
 from roll.ops import log_probs
+from roll.ops.linear_logits import LinearLogits
 from roll.ops.loss_in_parts import loss_in_parts
 
 
@@ -63,6 +64,19 @@ def test_no_parts_where_adding_up_takes_more_than_it_saves(tmp_path, monkeypatch
     few = 12 * VOCAB_SIZE * 2 / 2**30
     folder, batch = make_model_folder(tmp_path), make_batch("agentic")
     gradients("agentic", folder, batch, micro_batch=4, model_args={"dtype": "bf16"}, keep_logits_gib=few)
+
+
+@pytest.mark.parametrize(("dtype", "num_parts"), [(torch.float16, 1), (torch.float32, 4)])
+def test_no_parts_in_a_precision_whose_loss_is_scaled(tmp_path, dtype, num_parts):
+    few = 12 * VOCAB_SIZE * 4 / 2**30
+    config = make_config("dpo", make_model_folder(tmp_path), strategy_config={"keep_logits_gib": few})
+    worker = PROBES["dpo"](config.actor_train)
+    worker.initialize(config)
+    batch = make_batch("dpo")
+    output = LinearLogits(
+        torch.zeros(*batch["input_ids"].shape, 8, dtype=dtype), torch.zeros(VOCAB_SIZE, 8, dtype=dtype)
+    )
+    assert len(worker.strategy._parts(batch, output)) == num_parts
 
 
 @pytest.mark.parametrize("found", [-1, "2", True])
