@@ -19,16 +19,17 @@ from roll.pipeline.infer_worker import InferWorker as InferWorker  # ROLL's impo
 from roll.pipeline.loss_io import (
     RATIO_TYPES,
     LossCounts,
+    Metrics,
     loss_counts,
     loss_mask,
     optional_column,
     policy_metrics,
+    report,
     sampling_metrics,
     surrogate_of,
 )
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
-from roll.utils.metrics.deferred import LossMetrics, report
 from roll.utils.metrics.reduction import append_to_dict, flatten_sum
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
@@ -81,7 +82,7 @@ class ActorWorker(ModelWorker):
         self.log_prob_temperature = getattr(pipeline_config, "log_prob_temperature", 1.0)
         super().initialize(pipeline_config)
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """PPO on the tokens of `response_mask`, with a ratio for every token. Returns (loss, metrics).
 
         Args:
@@ -315,7 +316,7 @@ class CriticWorker(ModelWorker):
 
     model_provider = staticmethod(default_value_model_provider)
 
-    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, LossMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, Metrics]:
         """Squared error to `returns`, clipped around the old `values` when `value_clip` is set; both (B, S-1)."""
         mask_BT = loss_mask(data, "response_mask")
         result = value_loss(

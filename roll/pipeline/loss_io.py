@@ -1,6 +1,6 @@
 """What a worker's loss reads from a batch besides its columns, and the metrics that it reports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypedDict
 
 import torch
@@ -20,7 +20,10 @@ from roll.algorithms.policy_loss import (
     policy_statistics,
 )
 from roll.distributed.scheduler.protocol import DataProto
+from roll.utils.metrics.deferred import DeferredMetrics
 from roll.utils.metrics.reduction import reduce_metrics
+
+Metrics = MutableMapping[str, float]
 
 # Names that configurations use, where they differ from those of `roll.algorithms.policy_loss`.
 RATIO_TYPES = {"seq": "sequence"}
@@ -162,3 +165,13 @@ def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
         "rollout/logprob_gap/mean": reduced["actor/first_gap@sum"],
         "rollout/logprob_gap/max": reduced.get("actor/first_gap_max@max", 0.0),
     }
+
+
+def report(metrics: Mapping[str, Tensor | float], valid: Tensor) -> Metrics:
+    """The metrics of a loss as floats: a dict, or from a GPU what reads like one, see `DeferredMetrics`.
+
+    `valid` is the mask that they are about, or the number of its ones: extremes and means of nothing do not exist, and
+    such metrics are left out.
+    """
+    deferred = DeferredMetrics(metrics, valid)
+    return deferred if valid.is_cuda else deferred.read()

@@ -6,7 +6,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.utils import compute_segment_masked_mean
 from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
-from roll.utils.metrics.deferred import LossMetrics, report
+from roll.pipeline.loss_io import Metrics, report
 
 __all__ = ["ActorWorker", "compute_segment_masked_mean"]
 
@@ -14,7 +14,7 @@ __all__ = ["ActorWorker", "compute_segment_masked_mean"]
 class ActorWorker(BaseActorWorker):
     """An actor whose importance ratio may be formed per turn (`ratio_type: segment`)."""
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """PPO with one ratio for each token or turn, corrected for the gap to the inference engine.
 
         Args:

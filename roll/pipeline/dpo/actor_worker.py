@@ -19,9 +19,8 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
-from roll.pipeline.loss_io import optional_column
+from roll.pipeline.loss_io import Metrics, optional_column, report
 from roll.utils.columns import column
-from roll.utils.metrics.deferred import LossMetrics, report
 from roll.utils.metrics.reduction import append_to_dict
 
 REFERENCE_SUMS = "reference_sums"  # a column: log-probability of each row's completion under the reference
@@ -123,7 +122,7 @@ class ActorWorker(BaseActorWorker):
             append_to_dict(metrics, self.strategy.train_step(data, self.loss_func))
         return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, 1)})
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """Sum of the pairs' losses over the pairs of the whole optimizer step. Returns (loss, metrics).
 
         Args:

@@ -11,9 +11,8 @@ from roll.algorithms.masking import select
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
-from roll.pipeline.loss_io import loss_counts, loss_mask
+from roll.pipeline.loss_io import Metrics, loss_counts, loss_mask, report
 from roll.utils.columns import column
-from roll.utils.metrics.deferred import LossMetrics, report
 
 SAMPLE_WEIGHTS = "sample_weights"
 
@@ -40,7 +39,7 @@ def compute_sample_weights(data: DataProto, pipeline_config: Any) -> Tensor:
 class ActorWorker(BaseActorWorker):
     """An actor with row weights and an importance ratio per token or per row (`importance_sampling: seq`)."""
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """(weighted PPO + KL) * rl_loss_coef - entropy, on the tokens of `final_response_mask`.
 
         Args:

@@ -12,8 +12,7 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.linear_logits import LinearLogits
 from roll.pipeline.base_worker import ActorWorker, ModelOutput
-from roll.pipeline.loss_io import loss_counts, loss_mask
-from roll.utils.metrics.deferred import LossMetrics, report
+from roll.pipeline.loss_io import Metrics, loss_counts, loss_mask, report
 from roll.utils.metrics.reduction import append_to_dict
 
 # Positions whose logits are built at the same time to see whether the answer's token is the most likely one.
@@ -31,7 +30,7 @@ class SFTWorker(ActorWorker):
             append_to_dict(metrics, self.strategy.train_step(self.strategy.get_data_input(data), self.loss_func))
         return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, 1)})
 
-    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, LossMetrics]:
+    def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """The mean over all answer tokens of the optimizer step of minus their log-probability."""
         mask_BT = loss_mask(data, "response_mask")
         log_probs_BT, _ = self.score(data, output_tensor, mask_BT)

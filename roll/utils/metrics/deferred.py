@@ -9,25 +9,13 @@ from torch import Tensor
 
 from roll.utils.scalars import all_to_floats
 
-LossMetrics = MutableMapping[str, float]
-
 _VALID = "valid"
 _NEED_VALUES = ("@max", "@min", "@mean")
 
 
-def report(scalars: Mapping[str, Tensor | float], valid: Tensor) -> LossMetrics:
-    """The metrics of a loss as floats: a dict, or from a GPU what reads like one.
-
-    `valid` is the mask that they are about, or the number of its ones: extremes and means of nothing do not exist, and
-    such metrics are left out.
-    """
-    metrics = DeferredMetrics(scalars, valid)
-    return metrics if valid.is_cuda else metrics._read()
-
-
 class DeferredMetrics(MutableMapping[str, float]):
     """Metrics that wait on the device: the first reading brings all of them in one transfer, and `read_together` those
-    of several losses in one."""
+    of several losses in one. `valid`: see `roll.pipeline.loss_io.report`."""
 
     def __init__(self, scalars: Mapping[str, Tensor | float], valid: Tensor) -> None:
         number = valid if valid.ndim == 0 else valid.sum()
@@ -38,7 +26,7 @@ class DeferredMetrics(MutableMapping[str, float]):
         }
         self._floats: dict[str, float] = {}
 
-    def _read(self) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         read_together([self])
         return self._floats
 
@@ -48,22 +36,22 @@ class DeferredMetrics(MutableMapping[str, float]):
         self._floats, self._waiting = values, None
 
     def __getitem__(self, key: str) -> float:
-        return self._read()[key]
+        return self.read()[key]
 
     def __setitem__(self, key: str, value: float) -> None:
-        self._read()[key] = value
+        self.read()[key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._read()[key]
+        del self.read()[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
+        return iter(self.read())
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self.read())
 
     def __repr__(self) -> str:
-        return repr(self._read())
+        return repr(self.read())
 
 
 def read_together(metrics: Iterable[Mapping[str, Any]]) -> None:

@@ -1,8 +1,9 @@
 import torch
 from log_probs_reference import TensorWatch
 
+from roll.pipeline.loss_io import report
 from roll.utils.metrics import deferred
-from roll.utils.metrics.deferred import DeferredMetrics, read_together, report
+from roll.utils.metrics.deferred import DeferredMetrics, read_together
 from roll.utils.scalars import all_to_floats, to_floats
 
 
