@@ -84,7 +84,6 @@ def _is_small(output: LinearLogits, selection: Selection) -> bool:
         and output.hidden.device.type == "cpu"
         and output.hidden.dtype in (torch.float32, torch.float64)
         and output.soft_cap is None
-        and output.weight_sum is None
         and not torch.is_autocast_enabled("cpu")
     )
 

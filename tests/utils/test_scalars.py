@@ -25,5 +25,7 @@ def test_entries_of_one_vector_in_any_order() -> None:
     vector = torch.tensor([9.0, 1.0, 2.0, 3.0], dtype=torch.float64)
     assert to_floats({"c": vector[3], "x": 7, "a": vector[1]}) == {"c": 3.0, "x": 7.0, "a": 1.0}
     assert to_floats({"one": vector[2]}) == {"one": 2.0}
+    inner = torch.arange(10.0)[4:8].detach()  # a vector in the middle of its memory
+    assert to_floats({"b": inner[1], "a": inner[0]}) == {"b": 5.0, "a": 4.0}
     counts = torch.tensor([4, 5])
     assert type(to_floats({"n": counts[0], "m": counts[1]})["m"]) is float
