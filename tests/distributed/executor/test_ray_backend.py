@@ -243,7 +243,8 @@ def test_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- a whole program ---------------------------------------------------------------------------------------------------
 
 INTERRUPTED_PROGRAM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would this
 sys.path.insert(0, "tests")
 from types import SimpleNamespace
 from cluster_workers import GroupWorker
