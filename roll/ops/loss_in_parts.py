@@ -31,6 +31,9 @@ def loss_in_parts(output: LinearLogits, parts: Sequence[slice], loss_of_rows: Lo
         loss = loss_in_parts(output, [slice(0, 4), slice(4, 8)], lambda part, rows: nll(part, ids[rows]) / num_tokens)
         loss.backward()
     """
+    borders = [0, *(part.stop for part in parts)]
+    if [part.start for part in parts] != borders[:-1] or borders[-1] != output.shape[0]:
+        raise ValueError(f"parts={list(parts)} must cover the {output.shape[0]} rows of the output in order, once each")
     return _LossInParts.apply(output.hidden, output.weight, output.bias, output, parts, loss_of_rows)
 
 

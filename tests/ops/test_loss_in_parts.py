@@ -118,6 +118,12 @@ def test_a_part_without_selected_positions_and_poison_where_none_are() -> None:
         assert relative_error(found, right) < 1e-12
 
 
+@pytest.mark.parametrize("parts", [[], [slice(0, 3)], [slice(0, 3), slice(4, 6)], [slice(0, 4), slice(3, 6)]], ids=str)
+def test_parts_that_leave_rows_out_or_take_them_twice(parts: list[slice]) -> None:
+    with pytest.raises(ValueError, match="must cover the 6 rows of the output in order, once each"):
+        train(inputs(), parts, fused_loss)
+
+
 def test_a_loss_that_uses_no_logits_has_zero_gradients() -> None:
     values = inputs()
     _, *grads = train(values, [slice(0, 3), slice(3, 6)], lambda given, part, rows: 0.0 * part.hidden.sum())

@@ -20,7 +20,6 @@ import pickle
 import re
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,6 @@ from roll.utils.constants import RAY_NAMESPACE
 from roll.utils.logging import LEVEL_VARIABLE, get_logger
 
 try:
-    import psutil
     import ray
     from ray import ObjectRef, cloudpickle
     from ray.actor import ActorHandle
@@ -81,7 +79,6 @@ _DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, L
 _BOOKED = 0.01
 _SECONDS_BETWEEN_START_WARNINGS = 30.0
 _SECONDS_FOR_POSTMORTEM = 5.0
-_SECONDS_TO_LEAVE = 30.0  # after the program's end; Ray usually takes three
 _SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
 _TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # How gloo and nccl say that another rank has gone.
@@ -112,21 +109,8 @@ def connect_to_ray() -> None:
 
 @atexit.register  # runs before Ray's own exit handler, which was registered when ray was imported above
 def _end_all_workers() -> None:
-    if _LIVE_BACKENDS:
-        threading.Thread(target=_leave_in_any_case, daemon=True).start()
     for backend in list(_LIVE_BACKENDS):
         backend.shutdown()
-
-
-def _leave_in_any_case() -> None:
-    """Ends this process and all that it started if Ray does not let go of it, as when its own processes died first."""
-    time.sleep(_SECONDS_TO_LEAVE)
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    sys.stderr.write(f"Ray did not end within {_SECONDS_TO_LEAVE:g} seconds; its processes were killed.\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 class RemoteFailure(WorkerError):

@@ -290,40 +290,6 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         program.wait()
 
 
-STUCK_PROGRAM = """
-import sys, time
-sys.path.insert(0, "tests")
-from types import SimpleNamespace
-from cluster_workers import EchoWorker
-from roll.distributed.executor import ray_backend
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.scheduler.resource_manager import ResourceManager
-
-cluster = Cluster("echo", EchoWorker, ResourceManager(backend="ray"), SimpleNamespace(world_size=1))
-ray_backend._SECONDS_TO_LEAVE = 2.0
-ray_backend.ray.kill = lambda handle: time.sleep(1000)
-print("READY", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_program_ends_although_ray_does_not() -> None:
-    environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONUNBUFFERED": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    program = subprocess.Popen(
-        [sys.executable, "-c", STUCK_PROGRAM], cwd=REPOSITORY, env=environment, text=True, **pipes
-    )
-    try:
-        assert program.stdout is not None and program.stdout.readline() == "READY\n"
-        children = [child.pid for child in psutil.Process(program.pid).children(recursive=True)]
-        _, said = program.communicate("\n", timeout=60)
-        assert program.returncode == 1 and "Ray did not end within 2 seconds; its processes were killed." in said
-        assert len(children) > 2 and wait_until_gone(children) == []
-    finally:
-        program.kill()
-        program.wait()
-
-
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_example_prints_the_same_in_process_and_on_ray(workers: int) -> None:
     """The Ray run joins the cluster of this test session through RAY_ADDRESS."""
