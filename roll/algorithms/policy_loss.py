@@ -16,7 +16,8 @@ from torch import Tensor
 from roll.algorithms.aggregation import AGGREGATION_MODES, Count, aggregate_loss, count_sequences, count_tokens
 from roll.algorithms.kl import KL_KINDS, MAX_LOG_RATIO, approx_kl
 from roll.algorithms.masking import check_mask, masked_mean, segment_masked_mean, select
-from roll.ops.token_loss import TokenLossInputs, TokenLossKind, can_fuse, token_loss
+from roll.ops.token_loss import RESULTS, TokenLossInputs, TokenLossKind, can_fuse, token_loss
+from roll.utils.scalars import NamedScalars, Scalar
 
 RATIO_TYPES = ("token", "segment", "sequence")
 NO_KERNEL = ("none", 0.0, 0.0, 0.0)  # of surrogates that the GPU kernel does not know
@@ -210,18 +211,41 @@ class KimiK15:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The parts of a policy loss, each a scalar of this batch over the counts of the whole step, and what
-    `policy_statistics` makes its own from: tokens, or statistics that the kernel found together with the loss."""
+    """A policy loss, and its parts without graphs: each a scalar of this batch over the counts of the whole step."""
 
     total: Tensor
-    total_value: Tensor  # without its graph
-    pg: Tensor  # without the row weights
-    weighted_pg: Tensor
-    kl: Tensor | None  # None: no reference given
-    entropy: Tensor | None  # None: no entropy given
+    parts: NamedScalars  # "total", "pg", ...; from the kernel the statistics of `policy_statistics` too
     mask_BT: Tensor  # bool: tokens that took part, mask and keep
-    num_valid: Tensor  # how many these are
-    details: "TokenDetails | Mapping[str, Tensor]"
+    details: "TokenDetails | None"  # what statistics are made from; None: the kernel found them
+
+    @property
+    def pg(self) -> Tensor:
+        """Without the row weights."""
+        return self._part("pg")
+
+    @property
+    def weighted_pg(self) -> Tensor:
+        return self._part("weighted_pg")
+
+    @property
+    def kl(self) -> Tensor | None:
+        """None: no reference was given."""
+        return self._part("kl") if "kl" in self.parts else None
+
+    @property
+    def entropy(self) -> Tensor | None:
+        """None: no entropy was given."""
+        return self._part("entropy") if "entropy" in self.parts else None
+
+    @property
+    def num_valid(self) -> Tensor:
+        """How many tokens took part."""
+        return self._part("num_valid")
+
+    def _part(self, name: str) -> Tensor:
+        value = self.parts[name]
+        assert isinstance(value, Tensor)
+        return value
 
 
 @dataclass(frozen=True)
@@ -357,15 +381,12 @@ def _plain_policy_loss(
     if entropy_BT is not None:
         entropy = aggregate(entropy_BT)
         total = total - kind.entropy_coef * entropy if kind.entropy_coef != 0 else total
+    parts = {"total": total, "pg": pg, "weighted_pg": weighted_pg, "kl": kl, "entropy": entropy}
+    given = {name: value.detach() for name, value in parts.items() if value is not None}
     return PolicyLoss(
         total=total,
-        total_value=total.detach(),
-        pg=pg.detach(),
-        weighted_pg=weighted_pg.detach(),
-        kl=None if kl is None else kl.detach(),
-        entropy=None if entropy is None else entropy.detach(),
+        parts=NamedScalars(given | {"num_valid": kept_BT.sum()}),
         mask_BT=kept_BT,
-        num_valid=kept_BT.sum(),
         details=TokenDetails(
             log_ratio_BT=token_log_ratio_BT.detach(),
             ratio_BT=ratio_BT.detach(),
@@ -392,18 +413,11 @@ def _is_known(kind: TokenLossKind, inputs: TokenLossInputs) -> bool:
 def _fused_policy_loss(
     log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs, kind: TokenLossKind, kept_BT: Tensor
 ) -> PolicyLoss:
-    total, found = token_loss(log_probs_BT, entropy_BT, inputs, kind)
-    return PolicyLoss(
-        total=total,
-        total_value=found["total"],
-        pg=found["pg"],
-        weighted_pg=found["weighted_pg"],
-        kl=None if inputs.ref_log_probs_BT is None else found["kl"],
-        entropy=None if entropy_BT is None else found["entropy"],
-        mask_BT=kept_BT,
-        num_valid=found["num_valid"],
-        details={name: found[name] for name in STATISTICS},
-    )
+    total, results = token_loss(log_probs_BT, entropy_BT, inputs, kind)
+    not_given = {"kl"} if inputs.ref_log_probs_BT is None else set()
+    not_given |= {"entropy"} if entropy_BT is None else set()
+    places = {name: place for place, name in enumerate(RESULTS) if name not in not_given}
+    return PolicyLoss(total=total, parts=NamedScalars.of_vector(results, places), mask_BT=kept_BT, details=None)
 
 
 def policy_statistics(
@@ -413,7 +427,7 @@ def policy_statistics(
     num_tokens: Count,
     num_sequences: Count,
     norm_factor: Count | None = None,
-) -> dict[str, Tensor]:
+) -> Mapping[str, Scalar]:
     """Scalars that describe an update. All but the extremes are parts of the whole step: micro-batches add up. The
     arguments are those that the loss was computed with.
 
@@ -425,8 +439,8 @@ def policy_statistics(
     approxkl, policykl      (log r)^2 / 2 and log r against the old policy, aggregated as the loss is
     """
     details = loss.details
-    if not isinstance(details, TokenDetails):
-        return dict(details)
+    if details is None:
+        return loss.parts.renamed({name: name for name in STATISTICS})
     mask_BT, ratio_BT = loss.mask_BT, details.ratio_BT
     counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "norm_factor": norm_factor}
     nowhere_BT = torch.zeros_like(mask_BT)

@@ -90,8 +90,8 @@ def can_fuse(log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossI
 
 def token_loss(
     log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs, kind: TokenLossKind
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """(the loss, float32, with its gradient; `RESULTS` as 0-d tensors, float64, which lie side by side on the device).
+) -> tuple[Tensor, Tensor]:
+    """(the loss, float32, with its gradient; the values of `RESULTS`, float64).
 
     `roll.algorithms.policy_loss.policy_loss` and `policy_statistics` in plain torch are the reference.
     """
@@ -101,33 +101,35 @@ def token_loss(
         gradient = torch.empty(shape, device=device)
     if has_graph and entropy_BT is not None and entropy_BT.requires_grad and kind.entropy_coef != 0:
         entropy_gradient = torch.empty(shape, device=device)
+    results = torch.empty(len(RESULTS), dtype=torch.float64, device=device)
     with torch.cuda.device_of(log_probs_BT):  # Triton launches on the current device, which may be another
-        table = _row_losses(log_probs_BT, entropy_BT, inputs, kind, gradient, entropy_gradient)
         loss = _function_with_gradient((log_probs_BT, gradient), (entropy_BT, entropy_gradient))
         if loss is None:
             loss = torch.empty((), device=device)
-        results = _add_up(table, kind, loss.detach())
-    return loss, dict(zip(RESULTS, results.unbind(), strict=True))
+        _launch(log_probs_BT, entropy_BT, inputs, kind, gradient, entropy_gradient, results, loss.detach())
+    return loss, results
 
 
 def _function_with_gradient(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    """A scalar whose gradient by the first of each pair is the second: their dot product, with any value so far. Its
-    backward is torch's own, which takes a fraction of the time of a Python function's."""
+    """A scalar whose gradient by the first of each pair is the second, which nobody has written yet: their dot product,
+    of any value so far. Its backward is torch's own, which takes a fraction of the time of a Python function's."""
     terms = [
         torch.dot(x.reshape(-1).float(), slope.view(-1)) for x, slope in pairs if x is not None and slope is not None
     ]
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _row_losses(
+def _launch(
     log_probs_BT: Tensor,
     entropy_BT: Tensor | None,
     inputs: TokenLossInputs,
     kind: TokenLossKind,
     gradient: Tensor | None,
     entropy_gradient: Tensor | None,
-) -> Tensor:
-    """What each row adds to the results, a line for each, float64; writes the gradients."""
+    results: Tensor,
+    loss: Tensor,
+) -> None:
+    """Writes the gradients, the results and the loss."""
     kernels = _kernels()
     assert kernels is not None
     num_rows, width = log_probs_BT.shape
@@ -138,21 +140,18 @@ def _row_losses(
             *(inputs.is_weight_BT, inputs.ref_log_probs_BT, entropy_BT),
         )
     ]
-    log_probs = rows[0]
-    assert log_probs is not None
-    table = torch.empty(num_rows, kernels.NUM_COLUMNS.value, dtype=torch.float64, device=log_probs.device)
+    table = torch.zeros(1 + num_rows * kernels.NUM_COLUMNS.value, dtype=torch.float64, device=results.device)
     # Means of runs, and gradients through them, on their way.
-    spread = torch.empty(log_probs.shape, device=log_probs.device) if kind.ratio_type == "segment" else None
+    spread = torch.empty(num_rows, width, device=results.device) if kind.ratio_type == "segment" else None
     weights = None if inputs.sample_weights_B is None else inputs.sample_weights_B.contiguous()
-    counts = (_count(count) for count in (inputs.num_tokens, inputs.num_sequences, inputs.norm_factor))
     bounds = -math.inf if kind.low is None else kind.low, math.inf if kind.high is None else kind.high
-    coefficients = (kind.pg_coef, kind.kl_coef, kind.entropy_coef)
     tile = max(16, min(TILE, 1 << (width - 1).bit_length()))
     kernels.token_loss_kernel[(num_rows,)](
-        *(*rows, weights, gradient, spread, entropy_gradient, table),
-        *(0 if tensor is None else tensor.stride(0) for tensor in rows),
-        *(part for count in counts for part in count),
-        *(*kind.surrogate[1:], *bounds, *coefficients, width),
+        *rows,
+        *(weights, gradient, spread, entropy_gradient, table, results, loss),
+        *[0 if tensor is None else tensor.stride(0) for tensor in rows],
+        *(*_count(inputs.num_tokens), *_count(inputs.num_sequences), *_count(inputs.norm_factor)),
+        *(*kind.surrogate[1:], *bounds, kind.pg_coef, kind.kl_coef, kind.entropy_coef, width),
         RATIO=kind.ratio_type,
         SURROGATE=kind.surrogate[0],
         KL=kind.kl_kind,
@@ -160,17 +159,6 @@ def _row_losses(
         TILE=tile,
         num_warps=max(1, WARPS * tile // TILE),
     )
-    return table
-
-
-def _add_up(table: Tensor, kind: TokenLossKind, loss: Tensor) -> Tensor:
-    """`RESULTS`, from the lines of all rows; writes the loss."""
-    kernels = _kernels()
-    assert kernels is not None
-    results = torch.empty(len(RESULTS), dtype=torch.float64, device=table.device)
-    coefficients = (kind.pg_coef, kind.kl_coef, kind.entropy_coef)
-    kernels.total_loss_kernel[(1,)](table, len(table), results, loss, *coefficients, ROWS=64, num_warps=4)
-    return results
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:

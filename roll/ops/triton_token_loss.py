@@ -1,5 +1,5 @@
-"""Triton kernels for a whole policy loss: one program reads a row of tokens and gives its share of the loss, of every
-metric and of the gradient; a second kernel adds the rows up.
+"""A Triton kernel for a whole policy loss: one program reads a row of tokens and gives its share of the loss, of every
+metric and of the gradient; the program that is done last adds the rows up.
 
 `roll.algorithms.policy_loss` says what is computed; this module is imported only where there is Triton.
 """
@@ -152,16 +152,43 @@ def _add_through_means(gradient, mask, keep, run_shares, row_share, width, RATIO
 
 
 @triton.jit
+def _add_rows(lines, num_rows, results, loss, pg_coef, kl_coef, entropy_coef):
+    """results: the total, the columns of the table, the ratios that are too high or too low; loss: the total again, in
+    its own dtype."""
+    column = tl.arange(0, 16)
+    sums = tl.zeros((16,), tl.float64)
+    largest = tl.full((16,), float("-inf"), tl.float64)
+    smallest = tl.full((16,), float("inf"), tl.float64)
+    for start in range(0, num_rows, 64):
+        row = start + tl.arange(0, 64)
+        inside = (row < num_rows)[:, None] & (column < NUM_COLUMNS)[None, :]
+        found = tl.load(lines + row[:, None].to(tl.int64) * NUM_COLUMNS + column[None, :], mask=inside, other=0.0)
+        sums += tl.sum(found, axis=0)
+        largest = tl.maximum(largest, tl.max(tl.where(inside, found, float("-inf")), axis=0))
+        smallest = tl.minimum(smallest, tl.min(tl.where(inside, found, float("inf")), axis=0))
+    is_nan = sums != sums
+    extremes = tl.where(column == NUM_SUMS, largest, smallest)
+    values = tl.where((column < NUM_SUMS) | is_nan, sums, extremes)
+    weighted_pg, kl, entropy = pick(sums, column, 1), pick(sums, column, 2), pick(sums, column, 3)
+    total = pg_coef * (weighted_pg + kl_coef * kl) - entropy_coef * entropy
+    tl.store(results, total)
+    tl.store(loss, total)
+    tl.store(results + 1 + column, values, mask=column < NUM_COLUMNS)
+    tl.store(results + 1 + NUM_COLUMNS, pick(sums, column, 4) + pick(sums, column, 5))
+
+
+@triton.jit
 def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     log_probs, old, advantages, mask, keep, is_weights, reference, entropy, row_weights,
-    gradient, spread, entropy_gradient, table,
+    gradient, spread, entropy_gradient, table, results, loss,
     log_probs_b, old_b, advantages_b, mask_b, keep_b, is_weights_b, reference_b, entropy_b,
     tokens_at, num_tokens, sequences_at, num_sequences, norm_at, norm_factor,
     first, second, third, low, high, pg_coef, kl_coef, entropy_coef, width,
     RATIO: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr, AGGREGATION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row: forwards for the number of its tokens and the means of its log-ratios, backwards for loss, metrics and
-    gradient, and once more forwards where a gradient goes through such a mean. What is None is not there."""
+    gradient, and once more forwards where a gradient goes through such a mean. What is None is not there. table: a
+    zero, to count the programs that are done, then a line for each row."""
     row = tl.program_id(0).to(tl.int64)
     log_probs += row * log_probs_b
     old += row * old_b
@@ -232,13 +259,13 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
             mean = tl.where(kept, means, 0.0)
         log_ratio = _clamp(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = tl.exp(log_ratio)
-        loss, by_log_prob, by_log_ratio, clipped = _surrogate(
+        token_loss, by_log_prob, by_log_ratio, clipped = _surrogate(
             ratio, _load(advantages, t, kept), log_prob, log_ratio, first, second, third, SURROGATE
         )
         scale = tl.zeros_like(ratio) + pg_share
         if is_weights is not None:
             is_weight = _load(is_weights, t, kept)
-            loss *= is_weight
+            token_loss *= is_weight
             scale *= is_weight
         direct = scale * by_log_prob
         by_log_ratio = tl.where(tl.abs(mean) > MAX_LOG_RATIO, 0.0, scale * by_log_ratio)
@@ -265,7 +292,7 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
                 # What each token of a run receives waits at its start. No end of a run is still needed there.
                 starts = valid & ~load_mask(mask, 1, t - 1, (t > 0) & inside)
                 tl.store(spread + t, mean_of(totals, counts), mask=starts)
-        pg_sum += tl.sum(tl.where(kept, loss, 0.0))
+        pg_sum += tl.sum(tl.where(kept, token_loss, 0.0))
         clip_sum += tl.sum((kept & clipped).to(tl.float32))
         ratio_sum += tl.sum(tl.where(kept, ratio, 0.0))
         square_sum += tl.sum(0.5 * gap * gap)
@@ -279,7 +306,7 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
         tl.debug_barrier()
         row_share = (through_mean / divisor).to(tl.float32)
         _add_through_means(gradient, mask, keep, spread, row_share, width, RATIO, TILE)
-    line = table + row * NUM_COLUMNS
+    line = table + 1 + row * NUM_COLUMNS
     tl.store(line, pg_sum * share)
     tl.store(line + 1, pg_sum * share * row_weight)
     tl.store(line + 2, kl_sum * share)
@@ -296,28 +323,7 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     tl.store(line + 11, tl.where(is_nan, ratio_sum, largest))
     tl.store(line + 12, tl.where(is_nan, ratio_sum, smallest))
 
-
-@triton.jit
-def total_loss_kernel(table, num_rows, results, loss, pg_coef, kl_coef, entropy_coef, ROWS: tl.constexpr):
-    """Adds the lines up. results: the total, the columns of the table, the ratios that are too high or too low; loss:
-    the total again, in its own dtype."""
-    column = tl.arange(0, 16)
-    sums = tl.zeros((16,), tl.float64)
-    largest = tl.full((16,), float("-inf"), tl.float64)
-    smallest = tl.full((16,), float("inf"), tl.float64)
-    for start in range(0, num_rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < num_rows)[:, None] & (column < NUM_COLUMNS)[None, :]
-        lines = tl.load(table + row[:, None].to(tl.int64) * NUM_COLUMNS + column[None, :], mask=inside, other=0.0)
-        sums += tl.sum(lines, axis=0)
-        largest = tl.maximum(largest, tl.max(tl.where(inside, lines, float("-inf")), axis=0))
-        smallest = tl.minimum(smallest, tl.min(tl.where(inside, lines, float("inf")), axis=0))
-    is_nan = sums != sums
-    extremes = tl.where(column == NUM_SUMS, largest, smallest)
-    found = tl.where((column < NUM_SUMS) | is_nan, sums, extremes)
-    weighted_pg, kl, entropy = pick(sums, column, 1), pick(sums, column, 2), pick(sums, column, 3)
-    total = pg_coef * (weighted_pg + kl_coef * kl) - entropy_coef * entropy
-    tl.store(results, total)
-    tl.store(loss, total)
-    tl.store(results + 1 + column, found, mask=column < NUM_COLUMNS)
-    tl.store(results + 1 + NUM_COLUMNS, pick(sums, column, 4) + pick(sums, column, 5))
+    tl.debug_barrier()  # all threads have stored what they had to before one of them says so
+    done_before = tl.atomic_add(table.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel")
+    if done_before == tl.num_programs(0) - 1:
+        _add_rows(table + 1, tl.num_programs(0), results, loss, pg_coef, kl_coef, entropy_coef)

@@ -31,6 +31,7 @@ from roll.pipeline.loss_io import (
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
 from roll.utils.metrics.reduction import append_to_dict, flatten_sum
+from roll.utils.scalars import NamedScalars
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
 ModelOutput = Tensor | LinearLogits
@@ -204,8 +205,8 @@ class ActorWorker(ModelWorker):
             **options,
         )
 
-    def policy_metrics(self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None) -> dict[str, Tensor]:
-        """ROLL's metrics of the update, 0-d tensors. With the batch, also the gap to
+    def policy_metrics(self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None) -> NamedScalars:
+        """ROLL's metrics of the update. With the batch, also the gap to
         the log-probabilities of sampling, if it has them."""
         metrics = policy_metrics(loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts)
         if data is not None and "infer_logprobs" in data:

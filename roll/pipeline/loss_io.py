@@ -10,6 +10,7 @@ from roll.algorithms.aggregation import Count, count_sequences, count_tokens
 from roll.algorithms.masking import select
 from roll.algorithms.policy_loss import (
     CISPO,
+    STATISTICS,
     TOPR,
     KimiK15,
     PolicyLoss,
@@ -22,12 +23,19 @@ from roll.algorithms.policy_loss import (
 from roll.distributed.scheduler.protocol import DataProto
 from roll.utils.metrics.deferred import DeferredMetrics
 from roll.utils.metrics.reduction import reduce_metrics
+from roll.utils.scalars import NamedScalars, Scalar
 
 Metrics = MutableMapping[str, float]
 
 # Names that configurations use, where they differ from those of `roll.algorithms.policy_loss`.
 RATIO_TYPES = {"seq": "sequence"}
 LOG_RATIO_LIMIT = 20.0  # beyond which a ratio is as good as infinite
+# ROLL's names of the parts of a policy loss and of its statistics, with how micro-batches are reduced.
+_TAGS = {"ratio_max": "@max", "ratio_min": "@min"}
+_PARTS = {"pg": "pg_loss", "kl": "kl_loss", "total": "total_loss", "entropy": "entropy"}
+POLICY_METRICS = {name: f"actor/{name}{_TAGS.get(name, '@sum')}" for name in STATISTICS} | {
+    name: f"actor/{metric}@sum" for name, metric in _PARTS.items()
+}
 
 
 class LossCounts(TypedDict):
@@ -121,16 +129,13 @@ def _given(config: Any, fields: Mapping[str, str]) -> dict[str, Any]:
     return {argument: getattr(config, name) for argument, name in fields.items() if hasattr(config, name)}
 
 
-def policy_metrics(loss: PolicyLoss, *, agg_mode: str, counts: LossCounts) -> dict[str, Tensor]:
+def policy_metrics(loss: PolicyLoss, *, agg_mode: str, counts: LossCounts) -> NamedScalars:
     """ROLL's metrics of a policy update. Without a reference the KL is reported as 0."""
-    statistics = policy_statistics(loss, agg_mode=agg_mode, **counts)
-    tags = {"ratio_max": "@max", "ratio_min": "@min"}
-    metrics = {f"actor/{name}{tags.get(name, '@sum')}": value for name, value in statistics.items()}
-    metrics["actor/pg_loss@sum"] = loss.pg
-    metrics["actor/kl_loss@sum"] = loss.pg.new_zeros(()) if loss.kl is None else loss.kl
-    metrics["actor/total_loss@sum"] = loss.total_value
-    if loss.entropy is not None:
-        metrics["actor/entropy@sum"] = loss.entropy
+    found = loss.parts
+    if loss.details is not None:
+        found = found | policy_statistics(loss, agg_mode=agg_mode, **counts)
+    metrics = found.renamed(POLICY_METRICS)
+    metrics.setdefault("actor/kl_loss@sum", 0.0)
     return metrics
 
 
@@ -167,7 +172,7 @@ def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def report(metrics: Mapping[str, Tensor | float], valid: Tensor) -> Metrics:
+def report(metrics: Mapping[str, Scalar], valid: Tensor) -> Metrics:
     """The metrics of a loss as floats: a dict, or from a GPU what reads like one, see `DeferredMetrics`.
 
     `valid` is the mask that they are about, or the number of its ones: extremes and means of nothing do not exist, and

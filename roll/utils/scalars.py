@@ -1,62 +1,144 @@
-"""Bringing the numbers that a step reports from the device to the host."""
+"""The numbers that a step reports: by name, and from the device to the host."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
+Scalar = Tensor | float  # a tensor has no dimensions
 MAX_VECTOR = 256  # entries that cost no more to bring than one
 
 
-def to_floats(scalars: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Python floats of 0-d tensors (and numbers), with one transfer for all tensors instead of one for each."""
+class NamedScalars(MutableMapping[str, Scalar]):
+    """Numbers by name, used like a dict. Those that a kernel left in a vector become tensors of their own only if
+    somebody asks for one: to take fifteen of them apart takes longer than many a kernel."""
+
+    def __init__(self, others: Mapping[str, Scalar] | None = None) -> None:
+        self.vector: Tensor | None = None
+        self.places: dict[str, int] = {}
+        self.others: dict[str, Scalar] = {}
+        if isinstance(others, NamedScalars):
+            self.vector, self.places, others = others.vector, dict(others.places), others.others
+        self.others.update(others or {})
+
+    @classmethod
+    def of_vector(cls, vector: Tensor, places: Mapping[str, int]) -> NamedScalars:
+        """The entries vector[places[name]], of a vector without a graph."""
+        scalars = cls()
+        scalars.vector, scalars.places = vector, dict(places)
+        return scalars
+
+    def __getitem__(self, name: str) -> Scalar:
+        if name in self.others:
+            return self.others[name]
+        place = self.places[name]
+        assert self.vector is not None
+        return self.vector[place]
+
+    def __setitem__(self, name: str, value: Scalar) -> None:
+        self.places.pop(name, None)
+        self.others[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.others:
+            del self.others[name]
+        else:
+            del self.places[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.places
+        yield from self.others
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.others or name in self.places
+
+    def __len__(self) -> int:
+        return len(self.places) + len(self.others)
+
+    def __or__(self, other: Mapping[str, Scalar]) -> NamedScalars:
+        result = NamedScalars(self)
+        result.update(other)
+        return result
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def renamed(self, names: Mapping[str, str]) -> NamedScalars:
+        """Those that `names` has a new name for, by it."""
+        result = NamedScalars({names[name]: value for name, value in self.others.items() if name in names})
+        result.vector = self.vector
+        result.places = {names[name]: place for name, place in self.places.items() if name in names}
+        return result
+
+    def detach(self) -> NamedScalars:
+        """A copy without graphs."""
+        result = NamedScalars(self)
+        for name, value in result.others.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                result.others[name] = value.detach()
+        return result
+
+
+def to_floats(scalars: Mapping[str, Scalar]) -> dict[str, float]:
+    """Python floats, with one transfer for all tensors instead of one for each."""
     return all_to_floats([scalars])[0]
 
 
-def all_to_floats(groups: Sequence[Mapping[str, Tensor | float]]) -> list[dict[str, float]]:
+def all_to_floats(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float]]:
     """The same for several groups, with one transfer for all of them."""
+    parts = [scalars if isinstance(scalars, NamedScalars) else NamedScalars(scalars) for scalars in groups]
+    tensors = [value for part in parts for value in part.others.values() if isinstance(value, Tensor)]
+    vectors = {id(part.vector): part.vector for part in parts if part.vector is not None}
     with torch.no_grad():
-        read = iter(_read([value for scalars in groups for value in scalars.values() if isinstance(value, Tensor)]))
-    return [
-        {key: next(read) if isinstance(value, Tensor) else float(value) for key, value in scalars.items()}
-        for scalars in groups
-    ]
-
-
-def _read(tensors: list[Tensor]) -> list[float]:
-    pieces = _pieces(tensors)
-    if not pieces:
-        return []
-    vectors = [vector for vector, _ in pieces]
-    values = vectors[0].tolist() if len(pieces) == 1 else torch.cat([vector.double() for vector in vectors]).tolist()
-    result = [0.0] * len(tensors)
-    start = 0
-    for vector, places in pieces:
-        for place, entry in places:
-            result[place] = float(values[start + entry])
-        start += vector.numel()
+        entries = iter(_put_in_vectors(tensors, vectors))
+        values = _bring(vectors)
+    result = []
+    for part in parts:
+        floats = {name: values[id(part.vector)][place] for name, place in part.places.items()}
+        for name, value in part.others.items():
+            if isinstance(value, Tensor):
+                vector, place = next(entries)
+                floats[name] = values[vector][place]
+            else:
+                floats[name] = float(value)
+        result.append(floats)
     return result
 
 
-def _pieces(tensors: list[Tensor]) -> list[tuple[Tensor, list[tuple[int, int]]]]:
-    """Vectors that hold the numbers, each with (place in `tensors`, its entry): where numbers are entries of a short
-    vector, as kernels leave them, it is that vector as it lies there; the others are stacked."""
-    found: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
+def _put_in_vectors(tensors: list[Tensor], vectors: dict[int, Tensor]) -> list[tuple[int, int]]:
+    """Where each number is to be found: (id of the vector, place). An entry of a short vector stays where it is; the
+    others are stacked. Vectors that were not among `vectors` are added to them."""
+    entries = [(0, 0)] * len(tensors)
     loose: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        vector = tensor._base
-        is_entry = vector is not None and (id(vector) in found or _is_short(vector)) and vector.dtype == tensor.dtype
-        if vector is None or not is_entry:
-            loose.setdefault(tensor.dtype, []).append(place)
+    for number, tensor in enumerate(tensors):
+        base = tensor._base
+        is_entry = base is not None and (id(base) in vectors or _is_short(base)) and base.dtype == tensor.dtype
+        if base is None or not is_entry:
+            loose.setdefault(tensor.dtype, []).append(number)
             continue
-        places = found.setdefault(id(vector), (vector, []))[1]
-        places.append((place, int(tensor.storage_offset() - vector.storage_offset())))
+        vectors[id(base)] = base
+        entries[number] = id(base), int(tensor.storage_offset() - base.storage_offset())
     # One stack for each dtype: a conversion of each number would be a launch of each.
-    stacks = [
-        (torch.stack([tensors[place] for place in group]), [(place, entry) for entry, place in enumerate(group)])
-        for group in loose.values()
-    ]
-    return [*found.values(), *stacks]
+    for numbers in loose.values():
+        stack = torch.stack([tensors[number] for number in numbers])
+        vectors[id(stack)] = stack
+        for place, number in enumerate(numbers):
+            entries[number] = id(stack), place
+    return entries
+
+
+def _bring(vectors: Mapping[int, Tensor]) -> dict[int, list[float]]:
+    if len(vectors) <= 1:
+        return {key: vector.double().tolist() for key, vector in vectors.items()}
+    values = torch.cat([vector.double() for vector in vectors.values()]).tolist()
+    found: dict[int, list[float]] = {}
+    start = 0
+    for key, vector in vectors.items():
+        found[key] = values[start : start + vector.numel()]
+        start += vector.numel()
+    return found
 
 
 def _is_short(vector: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.utils.scalars import all_to_floats
+from roll.utils.scalars import NamedScalars, Scalar, all_to_floats
 
 _VALID = "valid"
 _NEED_VALUES = ("@max", "@min", "@mean")
@@ -17,13 +17,10 @@ class DeferredMetrics(MutableMapping[str, float]):
     """Metrics that wait on the device: the first reading brings all of them in one transfer, and `read_together` those
     of several losses in one. `valid`: see `roll.pipeline.loss_io.report`."""
 
-    def __init__(self, scalars: Mapping[str, Tensor | float], valid: Tensor) -> None:
-        number = valid if valid.ndim == 0 else valid.sum()
+    def __init__(self, scalars: Mapping[str, Scalar], valid: Tensor) -> None:
         # Without graphs, which would live as long as these.
-        self._waiting: dict[str, Tensor | float] | None = {
-            key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-            for key, value in (*scalars.items(), (_VALID, number))
-        }
+        self._waiting: NamedScalars | None = NamedScalars(scalars).detach()
+        self._waiting[_VALID] = valid if valid.ndim == 0 else valid.sum()
         self._floats: dict[str, float] = {}
 
     def read(self) -> dict[str, float]:

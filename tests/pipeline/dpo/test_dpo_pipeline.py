@@ -115,9 +115,9 @@ def test_metrics_of_a_run(whole):
     lines = lines_of(whole.run_dir)
     assert [line["step"] for line in lines] == list(range(10))
     first = lines[0]
-    # Policy and reference are the same before the first step: undecided, and a loss of log 2.
-    assert first["actor/loss"] == pytest.approx(math.log(2)) and first["actor/acc"] == first[ACCURACY] == 0.5
-    assert first[LOSS] == pytest.approx(math.log(2))
+    # Policy and reference are the same before the first step, but for the order of sums, which is the machine's choice.
+    assert first["actor/loss"] == pytest.approx(math.log(2)) and first[LOSS] == pytest.approx(math.log(2))
+    assert first["actor/margin"] == pytest.approx(0, abs=1e-5) and 0 <= first[ACCURACY] <= 1
     for name in ("margin", "chosen_reward", "reject_reward", "chosen_logps", "reject_logps", "lr", "acc"):
         assert f"actor/{name}" in first
     assert first["actor_train/grad_norm"] > 0
