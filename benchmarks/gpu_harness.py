@@ -86,6 +86,15 @@ class Row:
     bounds: Sequence[Bound] = ()
     note: str = ""
 
+    @property
+    def is_exact_enough(self) -> bool:
+        """No worse than torch; a thousandth is the luck of the numbers."""
+        return self.error is None or self.reference_error is None or self.error <= 1.001 * self.reference_error
+
+    @property
+    def holds(self) -> bool:
+        return self.is_exact_enough and all(bound.holds for bound in self.bounds)
+
 
 def measure(
     ways: Mapping[str, Way], *, rounds: int = 10, warm_up: int = 3, flush_l2: bool = False, repeat: int = 1
@@ -182,7 +191,7 @@ def table(rows: Sequence[Row]) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     error = "" if row.error is None else f"{row.error:.1e}"
     if row.reference_error is not None:
-        error += f" ({row.reference_error:.1e})"
+        error += f" ({row.reference_error:.1e}{'' if row.is_exact_enough else ', WORSE'})"
     return (
         row.operator,
         row.shape,

@@ -6,6 +6,7 @@ column t speaks of token t+1. Masked entries may hold anything, NaN included. On
 (`roll.ops.token_loss`); what is written here is what it computes.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -16,8 +17,8 @@ from torch import Tensor
 from roll.algorithms.aggregation import AGGREGATION_MODES, Count, aggregate_loss, count_sequences, count_tokens
 from roll.algorithms.kl import KL_KINDS, MAX_LOG_RATIO, approx_kl
 from roll.algorithms.masking import check_mask, masked_mean, segment_masked_mean, select
+from roll.ops.scalars import NamedScalars, Scalar
 from roll.ops.token_loss import RESULTS, TokenLossInputs, TokenLossKind, can_fuse, token_loss
-from roll.utils.scalars import NamedScalars, Scalar
 
 RATIO_TYPES = ("token", "segment", "sequence")
 NO_KERNEL = ("none", 0.0, 0.0, 0.0)  # of surrogates that the GPU kernel does not know
@@ -310,9 +311,10 @@ def policy_loss(
     borders of segments are those before the filter, so that dropping a token does not inflate the others.
     `is_weight_BT` multiplies the loss of a token, `sample_weights_B` that of a row.
     """
-    tensors = {"old_log_probs": old_log_probs_BT, "advantages": advantages_BT, "ref_log_probs": ref_log_probs_BT}
-    tensors |= {"entropy": entropy_BT, "keep": keep_BT, "train_infer_is_weight": is_weight_BT}
-    for name, tensor in {"log_probs": log_probs_BT, **tensors}.items():
+    tensors = {"log_probs": log_probs_BT, "old_log_probs": old_log_probs_BT, "advantages": advantages_BT}
+    tensors |= {"ref_log_probs": ref_log_probs_BT, "entropy": entropy_BT}
+    tensors |= {"keep": keep_BT, "train_infer_is_weight": is_weight_BT}
+    for name, tensor in tensors.items():
         if tensor is not None:
             check_mask(tensor, mask_BT, name)
     mask_BT, keep_BT = mask_BT.bool(), None if keep_BT is None else keep_BT.bool()
@@ -414,10 +416,15 @@ def _fused_policy_loss(
     log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs, kind: TokenLossKind, kept_BT: Tensor
 ) -> PolicyLoss:
     total, results = token_loss(log_probs_BT, entropy_BT, inputs, kind)
-    not_given = {"kl"} if inputs.ref_log_probs_BT is None else set()
-    not_given |= {"entropy"} if entropy_BT is None else set()
-    places = {name: place for place, name in enumerate(RESULTS) if name not in not_given}
+    places = _places(inputs.ref_log_probs_BT is not None, entropy_BT is not None)
     return PolicyLoss(total=total, parts=NamedScalars.of_vector(results, places), mask_BT=kept_BT, details=None)
+
+
+@functools.cache
+def _places(has_kl: bool, has_entropy: bool) -> Mapping[str, int]:
+    """Where among the results of the kernel the parts of a loss are."""
+    is_given = {"kl": has_kl, "entropy": has_entropy}
+    return {name: place for place, name in enumerate(RESULTS) if is_given.get(name, True)}
 
 
 def policy_statistics(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ TILE = 2048
 WARPS = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLossKind:
+class TokenLossKind(NamedTuple):
     """Which loss. Names and numbers are those of `roll.algorithms.policy_loss`, `aggregation` and `kl`."""
 
     surrogate: tuple[str, float, float, float]  # see `Surrogate.kernel`
@@ -49,8 +48,7 @@ class TokenLossKind:
     entropy_coef: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLossInputs:
+class TokenLossInputs(NamedTuple):
     """What it is computed from, besides the log-probabilities and their entropy: (B, T), masks boolean."""
 
     old_log_probs_BT: Tensor
@@ -76,16 +74,13 @@ def _kernels() -> ModuleType | None:
 
 def can_fuse(log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs) -> bool:
     """Whether `token_loss` can do it: everything on one GPU, no float64, and nothing else wants a gradient."""
-    fixed = [value for value in vars(inputs).values() if isinstance(value, Tensor)]
-    tensors = [log_probs_BT, *([] if entropy_BT is None else [entropy_BT]), *fixed]
-    return (
-        log_probs_BT.is_cuda
-        and log_probs_BT.numel() > 0
-        and not any(tensor.requires_grad for tensor in fixed)
-        and all(tensor.device == log_probs_BT.device or tensor.ndim == 0 for tensor in tensors)
-        and all(tensor.dtype != torch.float64 for tensor in tensors if tensor.ndim)
-        and _kernels() is not None
-    )
+    if not log_probs_BT.is_cuda or log_probs_BT.numel() == 0 or _kernels() is None:
+        return False
+    fixed = [value for value in inputs if isinstance(value, Tensor)]
+    for tensor in (log_probs_BT, *([] if entropy_BT is None else [entropy_BT]), *fixed):
+        if tensor.ndim and (tensor.dtype == torch.float64 or tensor.device != log_probs_BT.device):
+            return False
+    return not any(tensor.requires_grad for tensor in fixed)
 
 
 def token_loss(
@@ -98,9 +93,9 @@ def token_loss(
     shape, device, has_graph = log_probs_BT.shape, log_probs_BT.device, torch.is_grad_enabled()
     gradient = entropy_gradient = None
     if has_graph and log_probs_BT.requires_grad:
-        gradient = torch.empty(shape, device=device)
+        gradient = torch.empty(shape.numel(), device=device)
     if has_graph and entropy_BT is not None and entropy_BT.requires_grad and kind.entropy_coef != 0:
-        entropy_gradient = torch.empty(shape, device=device)
+        entropy_gradient = torch.empty(shape.numel(), device=device)
     results = torch.empty(len(RESULTS), dtype=torch.float64, device=device)
     with torch.cuda.device_of(log_probs_BT):  # Triton launches on the current device, which may be another
         loss = _function_with_gradient((log_probs_BT, gradient), (entropy_BT, entropy_gradient))
@@ -113,9 +108,7 @@ def token_loss(
 def _function_with_gradient(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
     """A scalar whose gradient by the first of each pair is the second, which nobody has written yet: their dot product,
     of any value so far. Its backward is torch's own, which takes a fraction of the time of a Python function's."""
-    terms = [
-        torch.dot(x.reshape(-1).float(), slope.view(-1)) for x, slope in pairs if x is not None and slope is not None
-    ]
+    terms = [torch.dot(x.reshape(-1).float(), slope) for x, slope in pairs if x is not None and slope is not None]
     return sum(terms[1:], terms[0]) if terms else None
 
 

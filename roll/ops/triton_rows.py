@@ -25,6 +25,9 @@ _MINUS_INF = tl.constexpr(float("-inf"))
 _LANE_BYTES = 16  # the widest load of a thread
 # Threads of a program: few for a slice of some thousand columns, many for a whole vocabulary.
 _WARPS = 4
+# How many times a program of the gradient loads. Few: programs that run at the same time then work on memory that lies
+# together, as those of a copy do.
+_GRADIENT_LOADS = 4
 
 
 def statistics_(
@@ -238,8 +241,10 @@ def gradient(
     statistics = rows.statistics
     unused = statistics.log_normalizer
     has_labels, with_entropy = rows.log_probs is not None, rows.entropy is not None
+    lanes, vector = _WARPS * 32, _LANE_BYTES // raw.element_size()
+    pieces = triton.cdiv(out.shape[1], _GRADIENT_LOADS * lanes * vector)
     with torch.cuda.device_of(raw):  # Triton launches on the current device, which may be another
-        launch: Any = _gradient_kernel[(num_rows,)]
+        launch: Any = _gradient_kernel[(num_rows * pieces,)]
         launch(
             raw,
             raw.stride(0),
@@ -257,6 +262,7 @@ def gradient(
             rows.log_probs if has_labels else unused,
             rows.entropy if with_entropy else unused,
             out.shape[1],
+            pieces,
             first_column,
             transform.inner or 0.0,
             transform.factor,
@@ -267,8 +273,9 @@ def gradient(
             HAS_LABELS=has_labels,
             WITH_ENTROPY=with_entropy,
             HAS_CAP=transform.inner is not None,
-            LANES=_WARPS * 32,
-            VECTOR=_LANE_BYTES // raw.element_size(),
+            LANES=lanes,
+            VECTOR=vector,
+            LOADS=_GRADIENT_LOADS,
             num_warps=_WARPS,
         )
 
@@ -336,6 +343,7 @@ def _gradient_kernel(
     grad_log_probs,
     grad_entropies,
     num_columns,
+    pieces,
     first_column,
     inner,
     factor,
@@ -348,11 +356,14 @@ def _gradient_kernel(
     HAS_CAP: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    LOADS: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(0) // pieces
     BLOCK: tl.constexpr = LANES * VECTOR
     offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    num_whole = num_columns // BLOCK * BLOCK
+    begin = tl.program_id(0) % pieces * (LOADS * BLOCK)
+    end = tl.minimum(begin + LOADS * BLOCK, num_columns)
+    num_whole = begin + (end - begin) // BLOCK * BLOCK
     destination = row.to(tl.int64)
     if HAS_OUT_ROW_NUMBERS:
         destination = tl.load(out_row_numbers + row)
@@ -362,10 +373,10 @@ def _gradient_kernel(
         slot = tl.load(slots + row)
     if slot < 0:
         zeros = tl.zeros([LANES, VECTOR], out.dtype.element_ty)
-        for start in range(0, num_whole, BLOCK):
+        for start in range(begin, num_whole, BLOCK):
             tl.store(target + (start + offsets) * out_column_stride, zeros)
-        for start in range(num_whole, num_columns, BLOCK):
-            tl.store(target + (start + offsets) * out_column_stride, zeros, mask=start + offsets < num_columns)
+        for start in range(num_whole, end, BLOCK):
+            tl.store(target + (start + offsets) * out_column_stride, zeros, mask=start + offsets < end)
     else:
         source = row.to(tl.int64)
         if HAS_ROW_NUMBERS:
@@ -389,15 +400,15 @@ def _gradient_kernel(
             grad_log_prob = tl.load(grad_log_probs + slot)
             constant -= grad_log_prob * slope
             at_label = _label_gradient(log_prob, entropy, grad_log_prob, grad_entropy, slope, WITH_ENTROPY)
-        for start in range(0, num_whole, BLOCK):
+        for start in range(begin, num_whole, BLOCK):
             x = tl.load(base + (start + offsets) * raw_column_stride).to(tl.float32)
             grad = _entry_gradient(
                 x, start + offsets == label, inner, factor, normalizer, constant, per_log_prob, at_label,
                 HAS_LABELS, HAS_CAP, WITH_ENTROPY,
             )  # fmt: skip
             tl.store(target + (start + offsets) * out_column_stride, grad.to(out.dtype.element_ty))
-        for start in range(num_whole, num_columns, BLOCK):
-            inside = start + offsets < num_columns
+        for start in range(num_whole, end, BLOCK):
+            inside = start + offsets < end
             x = tl.load(base + (start + offsets) * raw_column_stride, mask=inside, other=0.0).to(tl.float32)
             grad = _entry_gradient(
                 x, start + offsets == label, inner, factor, normalizer, constant, per_log_prob, at_label,

@@ -230,8 +230,9 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     row_weight = zero + 1.0
     if row_weights is not None:
         row_weight = tl.load(row_weights + row, mask=num_kept > 0, other=0.0).to(tl.float64)
-    pg_share = (pg_coef * row_weight * share).to(tl.float32)
-    kl_share = (pg_coef * kl_coef * share).to(tl.float32)
+    # Float64, and so are the products with them: the gradient is rounded once, when it is stored.
+    pg_share = pg_coef * row_weight * share
+    kl_share = pg_coef * kl_coef * share
 
     pg_sum, kl_sum, entropy_sum, high_sum, low_sum, clip_sum = zero, zero, zero, zero, zero, zero
     ratio_sum, square_sum, gap_sum, through_mean = zero, zero, zero, zero
@@ -262,7 +263,7 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
         token_loss, by_log_prob, by_log_ratio, clipped = _surrogate(
             ratio, _load(advantages, t, kept), log_prob, log_ratio, first, second, third, SURROGATE
         )
-        scale = tl.zeros_like(ratio) + pg_share
+        scale = tl.zeros_like(ratio).to(tl.float64) + pg_share
         if is_weights is not None:
             is_weight = _load(is_weights, t, kept)
             token_loss *= is_weight
@@ -282,7 +283,7 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
             if RATIO == "token":
                 direct += by_log_ratio
             tl.store(gradient + t, tl.where(kept, direct, 0.0), mask=inside)
-            indirect = tl.where(kept, by_log_ratio, 0.0).to(tl.float64)
+            indirect = tl.where(kept, by_log_ratio, 0.0)
             if RATIO == "sequence":
                 through_mean += tl.sum(indirect)
             elif RATIO == "segment":

@@ -15,6 +15,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_reward_model_provider, default_value_model_provider
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
+from roll.ops.scalars import NamedScalars
 from roll.pipeline.infer_worker import InferWorker as InferWorker  # ROLL's import path
 from roll.pipeline.loss_io import (
     RATIO_TYPES,
@@ -31,7 +32,6 @@ from roll.pipeline.loss_io import (
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column
 from roll.utils.metrics.reduction import append_to_dict, flatten_sum
-from roll.utils.scalars import NamedScalars
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
 ModelOutput = Tensor | LinearLogits

@@ -21,9 +21,9 @@ from roll.algorithms.policy_loss import (
     policy_statistics,
 )
 from roll.distributed.scheduler.protocol import DataProto
+from roll.ops.scalars import NamedScalars, Scalar
 from roll.utils.metrics.deferred import DeferredMetrics
 from roll.utils.metrics.reduction import reduce_metrics
-from roll.utils.scalars import NamedScalars, Scalar
 
 Metrics = MutableMapping[str, float]
 

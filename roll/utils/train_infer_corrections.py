@@ -14,8 +14,8 @@ from torch import Tensor
 from roll.algorithms.aggregation import Count, aggregate_loss
 from roll.algorithms.off_policy import RangeFilter, apply_filters, gap_statistics, importance_weight, train_infer_gap
 from roll.distributed.scheduler.protocol import DataProto
+from roll.ops.scalars import to_floats
 from roll.utils.columns import with_columns
-from roll.utils.scalars import to_floats
 
 if TYPE_CHECKING:
     from roll.configs.base_config import TrainInferCorrectionConfig

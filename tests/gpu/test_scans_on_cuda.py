@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from scan_checks import LAYOUTS, check_recurrences, check_segment_means, check_token_loss, random_rows
+from scan_checks import LAYOUTS, check_recurrences, check_segment_means, check_token_loss, loss_columns, random_rows
 
 from roll.algorithms.aggregation import AGGREGATION_MODES
 from roll.algorithms.policy_loss import CISPO, RATIO_TYPES, TOPR, KimiK15, PPOClip, Reinforce, TruncatedIS, policy_loss
@@ -99,6 +99,18 @@ def test_aggregation(agg_mode: str, seed: int) -> None:
 @pytest.mark.parametrize("kl_kind", ["k1", "abs", "k2", "k3"])
 def test_kl(kl_kind: str, seed: int) -> None:
     check_token_loss((3, 300), seed, "cuda", surrogate=SURROGATES[0], kl_kind=kl_kind, **FULL)
+
+
+def test_the_last_program_sees_what_all_others_wrote(seed: int) -> None:
+    """Thousands of short rows are done at about the same time; their sum is the same, bit by bit, every time."""
+    columns, mask = loss_columns((5000, 40), seed, "cuda")
+    options = {**FULL, "surrogate": SURROGATES[0], "mask_BT": mask, "num_tokens": 9, "num_sequences": 5000}
+    first = policy_loss(**columns, **options).parts.vector
+    assert first is not None
+    for _ in range(200):
+        found = policy_loss(**columns, **options).parts.vector
+        assert found is not None and torch.equal(found, first)
+    check_token_loss((5000, 40), seed, "cuda", surrogate=SURROGATES[0], **FULL)
 
 
 def test_one_transfer_brings_all_metrics_of_a_step(seed: int) -> None:

@@ -65,7 +65,7 @@ def test_kl(kl_kind: str) -> None:
 
 
 @pytest.mark.parametrize("ratio_type", RATIO_TYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 17), (4, 5), (3, 50)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 17), (4, 5), (3, 50), (70, 2)], ids=str)
 def test_shapes(shape: tuple[int, int], ratio_type: str) -> None:
     check_token_loss(shape, shape[1], "cpu", **FULL, ratio_type=ratio_type)
 

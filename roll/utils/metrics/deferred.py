@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.utils.scalars import NamedScalars, Scalar, all_to_floats
+from roll.ops.scalars import NamedScalars, Scalar, all_to_floats
 
 _VALID = "valid"
 _NEED_VALUES = ("@max", "@min", "@mean")

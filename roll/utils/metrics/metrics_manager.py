@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roll.ops.scalars import to_floats
 from roll.utils.columns import row_groups
-from roll.utils.scalars import to_floats
 
 if TYPE_CHECKING:
     from roll.distributed.scheduler.protocol import DataProto

@@ -1,10 +1,10 @@
 import torch
 from log_probs_reference import TensorWatch
 
+from roll.ops.scalars import all_to_floats, to_floats
 from roll.pipeline.loss_io import report
 from roll.utils.metrics import deferred
 from roll.utils.metrics.deferred import DeferredMetrics, read_together
-from roll.utils.scalars import all_to_floats, to_floats
 
 
 def test_numbers_are_read_when_they_are_asked_for(monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Scalar = Tensor | float  # a tensor has no dimensions
+Value = TypeVar("Value")
 MAX_VECTOR = 256  # entries that cost no more to bring than one
 
 
@@ -15,19 +17,18 @@ class NamedScalars(MutableMapping[str, Scalar]):
     """Numbers by name, used like a dict. Those that a kernel left in a vector become tensors of their own only if
     somebody asks for one: to take fifteen of them apart takes longer than many a kernel."""
 
-    def __init__(self, others: Mapping[str, Scalar] | None = None) -> None:
+    def __init__(self, scalars: Mapping[str, Scalar] | None = None) -> None:
         self.vector: Tensor | None = None
-        self.places: dict[str, int] = {}
-        self.others: dict[str, Scalar] = {}
-        if isinstance(others, NamedScalars):
-            self.vector, self.places, others = others.vector, dict(others.places), others.others
-        self.others.update(others or {})
+        self.places: Mapping[str, int] = {}  # never changed, only replaced: copies share it
+        if isinstance(scalars, NamedScalars):
+            self.vector, self.places, scalars = scalars.vector, scalars.places, scalars.others
+        self.others: dict[str, Scalar] = dict(scalars or {})
 
     @classmethod
     def of_vector(cls, vector: Tensor, places: Mapping[str, int]) -> NamedScalars:
         """The entries vector[places[name]], of a vector without a graph."""
         scalars = cls()
-        scalars.vector, scalars.places = vector, dict(places)
+        scalars.vector, scalars.places = vector, places
         return scalars
 
     def __getitem__(self, name: str) -> Scalar:
@@ -38,14 +39,17 @@ class NamedScalars(MutableMapping[str, Scalar]):
         return self.vector[place]
 
     def __setitem__(self, name: str, value: Scalar) -> None:
-        self.places.pop(name, None)
+        if name in self.places:
+            del self[name]
         self.others[name] = value
 
     def __delitem__(self, name: str) -> None:
         if name in self.others:
             del self.others[name]
+        elif name in self.places:
+            self.places = {other: place for other, place in self.places.items() if other != name}
         else:
-            del self.places[name]
+            raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         yield from self.places
@@ -67,9 +71,9 @@ class NamedScalars(MutableMapping[str, Scalar]):
 
     def renamed(self, names: Mapping[str, str]) -> NamedScalars:
         """Those that `names` has a new name for, by it."""
-        result = NamedScalars({names[name]: value for name, value in self.others.items() if name in names})
-        result.vector = self.vector
-        result.places = {names[name]: place for name, place in self.places.items() if name in names}
+        result = NamedScalars()
+        result.vector, result.places = self.vector, _renamed(self.places, names)
+        result.others = _renamed(self.others, names)
         return result
 
     def detach(self) -> NamedScalars:
@@ -79,6 +83,10 @@ class NamedScalars(MutableMapping[str, Scalar]):
             if isinstance(value, Tensor) and value.requires_grad:
                 result.others[name] = value.detach()
         return result
+
+
+def _renamed(values: Mapping[str, Value], names: Mapping[str, str]) -> dict[str, Value]:
+    return {names[name]: value for name, value in values.items() if name in names}
 
 
 def to_floats(scalars: Mapping[str, Scalar]) -> dict[str, float]:
