@@ -16,6 +16,7 @@ from roll.algorithms.aggregation import AGGREGATION_MODES
 from roll.algorithms.kl import KL_KINDS
 from roll.algorithms.policy_loss import CISPO, RATIO_TYPES, TOPR, KimiK15, PPOClip, Reinforce, TruncatedIS
 from roll.ops import token_loss
+from roll.pipeline.loss_io import LossCounts, policy_metrics, report
 
 SURROGATES = [
     PPOClip(),
@@ -148,3 +149,25 @@ def test_a_surrogate_of_one_s_own_takes_the_plain_way() -> None:
     assert isinstance(own.details, algorithm.TokenDetails) and fused.details is None
     torch.testing.assert_close(own.total, fused.total)
     torch.testing.assert_close(gradients[0], expected[0])
+
+
+@pytest.mark.parametrize("without", [(), ("ref_log_probs_BT",), ("entropy_BT",)], ids=str)
+def test_metrics_have_the_names_and_values_of_the_plain_version(
+    without: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, mask = loss_columns((3, 20), 11, "cpu")
+    columns = {name: None if name in without else value for name, value in columns.items()}
+    counts: LossCounts = {"num_tokens": 9, "num_sequences": 3, "norm_factor": None}
+
+    def metrics() -> dict[str, float]:
+        loss = algorithm.policy_loss(**columns, mask_BT=mask, **FULL, **counts)
+        assert (loss.details is None) == is_fused
+        return report(policy_metrics(loss, agg_mode=FULL["agg_mode"], counts=counts), loss.num_valid)
+
+    is_fused = True
+    found = metrics()
+    monkeypatch.setattr(algorithm, "can_fuse", lambda *_: False)
+    is_fused = False
+    assert found == pytest.approx(metrics(), rel=1e-5, abs=1e-6)
+    assert found["actor/kl_loss@sum"] == 0 or "ref_log_probs_BT" not in without
+    assert ("actor/entropy@sum" in found) == ("entropy_BT" not in without)
