@@ -13,10 +13,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from roll.engines import hf_engine
 from roll.engines.hf_engine import HFEngine
 from roll.engines.request import GenerationRequest, SamplingParams
 
@@ -70,7 +72,14 @@ def ways(model: Qwen2ForCausalLM, args: argparse.Namespace) -> dict[str, Callabl
         ]
         return out.sequences.tolist(), torch.cat(scores, dim=1).tolist()
 
-    return {"roll hf_infer": lambda: engine.generate(requests), "transformers generate": plain}
+    def unrecorded() -> object:
+        with mock.patch.object(hf_engine, "can_record", lambda *_: False):
+            return engine.generate(requests)
+
+    found: dict[str, Callable[[], object]] = {"roll hf_infer": lambda: engine.generate(requests)}
+    if args.device == "cuda":
+        found["roll without a graph"] = unrecorded
+    return {**found, "transformers generate": plain}
 
 
 def main() -> None:

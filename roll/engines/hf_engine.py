@@ -1,10 +1,10 @@
 """Generation with a `transformers` model on one device: our own batched sampling loop over its KV cache.
 
 Prompts are sorted by length and left padded; the prompt of a request is computed once for all of its samples; rows that
-have ended leave the batch. A small model on a CPU takes its steps without its modules (`SmallDecoder`). The loop works
-in rounds of a few tokens: within a round nothing is copied to the host, and what a row drew after its end is dropped
-when the round is looked at. Sampling is a pure function of a row's logits, key and position (`roll.engines.sampling`),
-so none of this can be seen in the samples.
+have ended leave the batch. A small model on a CPU takes its steps without its modules (`SmallDecoder`), a dense one on
+a GPU as a recorded graph (`GraphDecoder`). The loop works in rounds of a few tokens: within a round nothing is copied
+to the host, and what a row drew after its end is dropped when the round is looked at. Sampling is a pure function of a
+row's logits, key and position (`roll.engines.sampling`), so none of this can be seen in the samples.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.engines.engine import Decode
+from roll.engines.graph_decoder import MIN_STEPS, GraphDecoder, can_record
 from roll.engines.kv_cache import bytes_per_token, make_cache
 from roll.engines.request import SamplingParams
 from roll.engines.sample import Sample, SampleEngine
@@ -32,6 +33,7 @@ TOKENS_PER_ROUND = 8
 CPU_CACHE_BYTES = 2 * 2**30  # fixed, so that batches, and the last bits of logits, are the same on every machine
 CUDA_CACHE_SHARE = 0.6  # of the memory that is free
 LEAVE_TOGETHER = 0.25  # rows leave once this share of the batch has ended: the cache of the others is copied then
+LEAVE_GRAPH_TOGETHER = 0.5  # the same where another graph has to be recorded
 LOGITS_COPIES = 6  # float32 tensors of the size of the logits that drawing a token needs
 
 
@@ -152,7 +154,7 @@ class _Batch:
         self.options = _last_logits_only(type(base_model(self.model)))
 
         self.is_small = can_decode(self.model)
-        self.decoder: SmallDecoder | None = None
+        self.decoder: SmallDecoder | GraphDecoder | None = None
         most_new = max(row.limit for row in rows)
         room = 0 if self.is_small else most_new if self.device.type == "cpu" else min(most_new, 1024)
         self.cache = make_cache(config, room)
@@ -213,6 +215,8 @@ class _Batch:
             self.decoder = SmallDecoder(self.model, self.cache, cell_PW[prompt_R], most_new)
         else:
             self.cache.batch_select_indices(prompt_R)
+            if most_new >= MIN_STEPS and can_record(self.model, self.cache):
+                self.decoder = GraphDecoder(self.model, self.cache, self._forward)
         self._select_columns(prompt_R)
         if self.mask_RC is not None:
             mask_RC = torch.cat([self.mask_RC, self.mask_RC.new_ones(len(self.rows), most_new)], dim=1)
@@ -272,14 +276,15 @@ class _Batch:
             self.positions_R1 = self.positions_R1 + 1
 
     def _leave(self) -> list[Sample]:
-        """The rows that have just ended. Their places are given up once a quarter of the batch is done."""
+        """The rows that have just ended. Their places are given up once a good part of the batch is done."""
         for row in self.rows:
             if row.finish_reason is None and row.request.request_id in self.aborts:
                 row.finish_reason = "abort"
         ended = [row for row in self.rows if row.finish_reason is not None and row not in self._gone]
         self._gone.update(ended)
         alive = [index for index, row in enumerate(self.rows) if row.finish_reason is None]
-        if len(alive) <= len(self.rows) * (1 - LEAVE_TOGETHER):
+        share = LEAVE_GRAPH_TOGETHER if isinstance(self.decoder, GraphDecoder) else LEAVE_TOGETHER
+        if len(alive) <= len(self.rows) * (1 - share):
             self.rows = [self.rows[index] for index in alive]
             self._gone.clear()
             if alive:

@@ -26,6 +26,17 @@ class RoomyLayer(DynamicLayer):
         self.num_tokens = 0
         self._buffers: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (rows, tokens, heads, head size), with the room behind them."""
+        assert self._buffers is not None
+        return self._buffers
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the buffers hold, room included."""
+        return self.buffers[0].shape[1]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self._buffers = (
@@ -37,27 +48,28 @@ class RoomyLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self._buffers is not None
         start, stop = self.num_tokens, self.num_tokens + key_states.shape[2]
-        if stop > self._buffers[0].shape[1]:
-            self._move(None, stop - start + max(GROWTH, start // 2))
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+        self.grow(stop)
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, start:stop] = new.transpose(1, 2)
         self.num_tokens = stop
         return self._show()
+
+    def grow(self, num_tokens: int) -> None:
+        """Make the buffers hold so many tokens, and some more, if they do not."""
+        if num_tokens > self.capacity:
+            self._move(None, num_tokens - self.num_tokens + max(GROWTH, self.num_tokens // 2))
 
     def get_seq_length(self) -> int:
         return self.num_tokens
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        assert self._buffers is not None
-        self._move(indices, self._buffers[0].shape[1] - self.num_tokens)
+        self._move(indices, self.capacity - self.num_tokens)
         self._show()
 
     def _move(self, rows: Tensor | None, room: int) -> None:
         """Into new buffers, with these rows (all: None), in this order, and this much room."""
-        assert self._buffers is not None
-        used = [buffer[:, : self.num_tokens] for buffer in self._buffers]
+        used = [buffer[:, : self.num_tokens] for buffer in self.buffers]
         moved = []
         for buffer in used:
             num_rows = len(buffer) if rows is None else len(rows)
@@ -67,8 +79,7 @@ class RoomyLayer(DynamicLayer):
         self._buffers = (moved[0], moved[1])
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        assert self._buffers is not None
-        keys, values = (buffer[:, : self.num_tokens].transpose(1, 2) for buffer in self._buffers)
+        keys, values = (buffer[:, : self.num_tokens].transpose(1, 2) for buffer in self.buffers)
         self.keys, self.values = keys, values
         return keys, values
 

@@ -1,0 +1,184 @@
+"""One token at a time through a model on a GPU, as a CUDA graph: recorded once, launched as a whole for every token.
+
+A step of a model of some hundred million parameters is a thousand kernels of microseconds, and launching them one by
+one takes many times as long as running them. What changes from step to step lies on the device: the newest tokens,
+their positions, and the column of the cache that they go to; attention reads as many columns as there are
+(`roll.ops.decode_attention`). A graph is good for one batch and its buffers; when rows leave or the room is used up,
+another is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer
+
+from roll.engines.kv_cache import RoomyLayer
+from roll.engines.small_decoder import STATIC_ROPE_TYPES
+from roll.models.lora import base_model
+from roll.ops.decode_attention import decode_attention, decode_kernels
+
+MIN_STEPS = 16  # for fewer, recording takes longer than it saves
+MODEL_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)  # dense, full attention
+ATTENTION = "roll_decode"
+
+
+def can_record(model: nn.Module, cache: DynamicCache) -> bool:
+    """Whether a step of this model is the same kernels every time, and nobody wants to see it from the host."""
+    inner = base_model(model)
+    config = inner.config
+    return (
+        type(inner) in MODEL_CLASSES
+        and config.rope_parameters["rope_type"] in STATIC_ROPE_TYPES
+        and all(type(layer) is RoomyLayer for layer in cache.layers)
+        and decode_kernels() is not None
+        and all(type(parameter) is nn.Parameter and parameter.is_cuda for parameter in model.parameters())
+        and not any(
+            module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
+            for module in model.modules()
+        )
+    )
+
+
+class GraphDecoder:
+    """The next logits of a batch, given each row's newest token.
+
+    Args:
+        model: one that `can_record`.
+        cache: keys and values of the tokens so far, with room for more.
+        logits: the model's logits (R, V) for `input_ids` and further inputs; calls the model with this cache.
+    """
+
+    def __init__(self, model: nn.Module, cache: DynamicCache, logits: Callable[..., Tensor]) -> None:
+        self.model = model
+        self.cache = cache
+        self.logits = logits
+        self.num_tokens = cache.get_seq_length()
+        self._step: _RecordedStep | None = None
+
+    def step(self, token_R: Tensor, position: Tensor | int, mask_RC: Tensor | None) -> Tensor:
+        """Logits (R, V) after `token_R`, which stands at `position`, (R,) or the same number for all rows; they are
+        overwritten by the next step. Columns before the first token of a row are known from its position."""
+        layers: list[Any] = self.cache.layers
+        if self.num_tokens == layers[0].capacity:
+            self._forget_step()
+            for layer in layers:
+                layer.grow(self.num_tokens + 1)
+        if self._step is None:
+            position_R = torch.as_tensor(position, device=token_R.device).expand(len(token_R))
+            self._step = _RecordedStep(self, token_R, position_R)
+        logits_RV = self._step(token_R)
+        self.num_tokens += 1
+        for layer in layers:
+            layer.num_tokens = self.num_tokens
+        return logits_RV
+
+    def select(self, rows: Tensor) -> None:
+        """Only these rows, in this order."""
+        self._forget_step()
+        self.cache.batch_select_indices(rows)
+
+    def _forget_step(self) -> None:
+        torch.cuda.current_stream(next(self.model.parameters()).device).synchronize()  # it may still be running
+        self._step = None
+
+
+class _RecordedStep:
+    """The graph of one step, and what it reads and writes besides the cache."""
+
+    def __init__(self, decoder: GraphDecoder, token_R: Tensor, position_R: Tensor) -> None:
+        self.column = torch.tensor([decoder.num_tokens], device=token_R.device)
+        self.token_R1 = token_R[:, None].clone()
+        self.position_R1 = position_R[:, None].clone()
+        self.first_R = self.column - position_R  # what is before it in a row is padding
+        unused_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_R.device)  # four dimensions: taken as it is
+        self.graph = torch.cuda.CUDAGraph()
+
+        def step() -> Tensor:
+            stop = self.column + 1
+            logits_RV = decoder.logits(
+                self.token_R1, position_ids=self.position_R1, attention_mask=unused_mask, decode=(self.first_R, stop)
+            )
+            self.column += 1
+            self.position_R1 += 1
+            return logits_RV
+
+        with _decoding(decoder.model, decoder.cache, self.column):
+            # Once outside of the recording, for what is compiled or loaded at a first call. The first launch writes the
+            # same column again.
+            stream = torch.cuda.Stream(token_R.device)
+            stream.wait_stream(torch.cuda.current_stream(token_R.device))
+            with torch.cuda.stream(stream):
+                step()
+                self.column -= 1
+                self.position_R1 -= 1
+            torch.cuda.current_stream(token_R.device).wait_stream(stream)
+            # Other threads may go on using the GPU.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.logits_RV = step()
+
+    def __call__(self, token_R: Tensor) -> Tensor:
+        self.token_R1.copy_(token_R[:, None])
+        self.graph.replay()
+        return self.logits_RV
+
+
+@contextmanager
+def _decoding(model: nn.Module, cache: DynamicCache, column: Tensor) -> Iterator[None]:
+    """Inside, the model attends through `decode_attention`, and its cache takes tokens at `column`."""
+    config = base_model(model).config
+    attention, layers = config._attn_implementation, cache.layers
+    config._attn_implementation = ATTENTION
+    cache.layers = [_ColumnLayer(layer, column) for layer in layers]
+    try:
+        yield
+    finally:
+        config._attn_implementation, cache.layers = attention, layers
+
+
+class _ColumnLayer(DynamicLayer):
+    """The buffers of a layer, into which a token is written at a column that only the device knows."""
+
+    def __init__(self, layer: Any, column: Tensor) -> None:
+        super().__init__()
+        self.layer, self.column = layer, column
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        for buffer, new in zip(self.layer.buffers, (key_states, value_states), strict=True):
+            buffer.index_copy_(1, self.column, new.transpose(1, 2))
+        keys, values = (buffer.transpose(1, 2) for buffer in self.layer.buffers)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.layer.num_tokens
+
+
+def _attention(
+    module: nn.Module,
+    query_RH1D: Tensor,
+    keys_RKTD: Tensor,
+    values_RKTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    decode: tuple[Tensor, Tensor],
+    **options: Any,
+) -> tuple[Tensor, None]:
+    seen_RHD = decode_attention(query_RH1D[:, :, 0], keys_RKTD, values_RKTD, *decode, scaling)
+    return seen_RHD[:, None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
