@@ -76,10 +76,11 @@ class GraphDecoder:
             self._forget_step()
             for layer in layers:
                 layer.grow(self.num_tokens + 1)
-        if self._step is None:
-            position_R = torch.as_tensor(position, device=token_R.device).expand(len(token_R))
-            self._step = _RecordedStep(self, token_R, position_R)
-        logits_RV = self._step(token_R)
+        with torch.cuda.device_of(token_R):  # a graph is recorded and launched on the current device
+            if self._step is None:
+                position_R = torch.as_tensor(position, device=token_R.device).expand(len(token_R))
+                self._step = _RecordedStep(self, token_R, position_R)
+            logits_RV = self._step(token_R)
         self.num_tokens += 1
         for layer in layers:
             layer.num_tokens = self.num_tokens
@@ -126,7 +127,7 @@ class _RecordedStep:
                 self.position_R1 -= 1
             torch.cuda.current_stream(token_R.device).wait_stream(stream)
             # Other threads may go on using the GPU.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.logits_RV = step()
 
     def __call__(self, token_R: Tensor) -> Tensor:
