@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from rlvr_setup import make_values
@@ -94,6 +94,14 @@ def steps(
         yield step, rollout
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For another thread to get there, however busy the machine is."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 20 s"
+        time.sleep(0.001)
+
+
 def test_training_overlaps_generation_and_staleness_is_bounded(tmp_path, engine):
     collector = make(tmp_path, engine)
     for step, rollout in steps(collector, engine, 6, train=0.03):
@@ -116,7 +124,8 @@ def test_a_weight_update_interrupts_samples_that_go_on_with_the_new_weights(tmp_
     collector = make(tmp_path, engine)
     with collector.paused(0):
         pass
-    time.sleep(0.05)  # some tokens of version 0
+    wait_until(lambda: bool(engine.calls))
+    time.sleep(2.5 * engine.tick)  # some tokens of version 0
     with collector.paused(1):
         assert not collector._gate.is_busy
         engine.version = 1
@@ -134,7 +143,8 @@ def test_no_more_prompts_are_started_than_the_ratio_allows(tmp_path, engine):
     collector = make(tmp_path, engine, ratio=2)
     with collector.paused(0):
         pass
-    time.sleep(0.2)
+    wait_until(lambda: collector._next_number >= GROUPS * 3)
+    time.sleep(0.1)
     assert collector._next_number == GROUPS * 3, "the batch of this step, and two ahead"
     collector.collect(0)
     time.sleep(0.1)
@@ -142,6 +152,7 @@ def test_no_more_prompts_are_started_than_the_ratio_allows(tmp_path, engine):
     with collector.paused(1):
         pass
     collector.collect(1)
+    wait_until(lambda: collector._next_number >= GROUPS * 4)
     time.sleep(0.1)
     assert collector._next_number == GROUPS * 4
     collector.close()
@@ -151,7 +162,7 @@ def test_samples_that_got_too_old_are_dropped_and_replaced(tmp_path, engine):
     collector = make(tmp_path, engine)
     with collector.paused(0):
         engine.version = 0
-    time.sleep(0.2)  # two batches of version 0 are ready
+    wait_until(lambda: sum(map(len, collector._ready.values())) == 2 * GROUPS)  # of version 0
     with collector.paused(5):  # a run that jumps: weights are five steps further
         engine.version = 5
     rollout = collector.collect(5)
@@ -180,6 +191,7 @@ def test_a_reward_that_drops_everything_does_not_wait_for_ever(tmp_path, engine)
 def test_prompts_that_were_started_are_answered_after_a_resume(tmp_path, engine):
     collector = make(tmp_path, engine)
     seen = [group.prompt.index for _, rollout in steps(collector, engine, 2) for group in rollout.groups]
+    wait_until(lambda: len(collector.state_dict()["jobs"]) >= GROUPS)  # ahead for the next step
     with collector.paused(2):
         state = collector.state_dict()
     collector.close()
