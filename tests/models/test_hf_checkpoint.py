@@ -358,6 +358,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a", ".ab.tmp-1", "step[1]", ".step[1]b.tmp-1"}
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_previous_checkpoint_whole(tmp_path):
     """The child is killed at the worst moment: all files are written and none is renamed yet."""
     save_hf_checkpoint(tiny_model(seed=0), tiny_tokenizer(), tmp_path / "a")

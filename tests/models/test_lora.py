@@ -239,6 +239,7 @@ def test_missing_peft_names_the_extra(monkeypatch):
         add_lora(tiny_model(), ModelArguments(lora_target="q_proj"), is_trainable=True)
 
 
+@pytest.mark.slow
 def test_peft_is_not_imported_before_it_is_needed():
     modules = ", ".join(f"roll.models.{name}" for name in ("model_providers", "hf_checkpoint", "linear_head"))
     code = f"import sys, {modules}; sys.exit('peft' in sys.modules)"

@@ -193,7 +193,7 @@ def interrupted(tmp_path, *, name="SIGINT", twice=False) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_the_first_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, name):
     result = interrupted(tmp_path, name=name)
     folder = tmp_path / "exp"
@@ -211,6 +211,7 @@ def test_the_first_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path
     assert again.run_dir == folder and again.total == 15
 
 
+@pytest.mark.slow
 def test_the_second_signal_stops_at_once(tmp_path):
     result = interrupted(tmp_path, twice=True)
     assert result.stdout.splitlines() == ["step went on", "stopped at once"]

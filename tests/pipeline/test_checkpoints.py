@@ -107,6 +107,7 @@ def local_cluster(config):
     return cluster
 
 
+@pytest.mark.slow
 def test_kill_while_saving_leaves_the_previous_checkpoint_whole(tmp_path):
     folder, run = make_model_folder(tmp_path / "model"), tmp_path / "run"
     script = tmp_path / "saver.py"

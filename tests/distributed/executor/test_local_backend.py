@@ -64,6 +64,7 @@ def test_workers_are_objects_of_this_process() -> None:
     assert cluster.workers[1].tell("a") == "1:a"  # an ordinary call
 
 
+@pytest.mark.slow
 def test_no_ray_in_the_process() -> None:
     program = """
 import sys

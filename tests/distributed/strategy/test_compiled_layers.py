@@ -18,6 +18,7 @@ def trained(config, batches):
     return losses, cluster.workers[0].strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_train_alike(tmp_path, monkeypatch, checkpointing):
     # Everything but the code generation, which needs a compiler and half a minute.

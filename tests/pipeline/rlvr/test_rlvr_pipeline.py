@@ -109,6 +109,7 @@ KILLED = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_resume_after_kill_9_in_the_middle_of_a_step(inputs, tmp_path):
     options = {
         "max_steps": 5,
