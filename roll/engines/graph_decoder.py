@@ -58,7 +58,7 @@ class GraphDecoder:
     Args:
         model: one that `can_record`.
         cache: keys and values of the tokens so far, with room for more.
-        logits: the model's logits (R, V) for `input_ids` and further inputs; calls the model with this cache.
+        logits: the model's next logits (R, V) for token ids (R, 1) and further inputs, with this model and cache.
     """
 
     def __init__(self, model: nn.Module, cache: DynamicCache, logits: Callable[..., Tensor]) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from roll.engines.engine import Decode
 from roll.engines.graph_decoder import MIN_STEPS, GraphDecoder, can_record
@@ -89,6 +90,7 @@ class HFEngine(SampleEngine):
                 while batch is not None and batch.rows:
                     for row in batch.advance():
                         finish(row)
+                batch = None  # its cache makes room for the next
         finally:
             self.model.train(was_training)
 
@@ -127,6 +129,17 @@ def _sampling_group(sampling: SamplingParams) -> tuple[float, ...]:
     return (sampling.temperature, sampling.repetition_penalty, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
+def _logits(model: nn.Module, kv_cache: DynamicCache, **inputs: Any) -> Tensor:
+    """In float32; tokens are added to the cache."""
+    logits = model(past_key_values=kv_cache, use_cache=True, **inputs).logits
+    return (logits.materialize() if isinstance(logits, LinearLogits) else logits).float()
+
+
+def _last_logits(model: nn.Module, kv_cache: DynamicCache, ids: Tensor, **inputs: Any) -> Tensor:
+    """Logits after the last column, (rows, V)."""
+    return _logits(model, kv_cache, input_ids=ids, **_last_logits_only(type(base_model(model))), **inputs)[:, -1]
+
+
 @cache
 def _last_logits_only(model_class: type[nn.Module]) -> dict[str, int]:
     """The argument that makes a model compute logits of the last position alone, if it has one."""
@@ -151,7 +164,6 @@ class _Batch:
         layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         attention = text_config._attn_implementation
         self.takes_full_mask = layer_types == {"full_attention"} and attention in ("sdpa", TREE_ATTENTION)
-        self.options = _last_logits_only(type(base_model(self.model)))
 
         self.is_small = can_decode(self.model)
         self.decoder: SmallDecoder | GraphDecoder | None = None
@@ -216,7 +228,7 @@ class _Batch:
         else:
             self.cache.batch_select_indices(prompt_R)
             if most_new >= MIN_STEPS and can_record(self.model, self.cache):
-                self.decoder = GraphDecoder(self.model, self.cache, self._forward)
+                self.decoder = GraphDecoder(self.model, self.cache, partial(_last_logits, self.model, self.cache))
         self._select_columns(prompt_R)
         if self.mask_RC is not None:
             mask_RC = torch.cat([self.mask_RC, self.mask_RC.new_ones(len(self.rows), most_new)], dim=1)
@@ -232,20 +244,13 @@ class _Batch:
             tree = token_tree(from_left_PW, columns_PW < lengths_P1)
             if tree is not None:
                 last_P = tree.node_BS.gather(1, lengths_P1 - 1)[:, 0]
-                logits_PV = self._logits(**tree.model_inputs(), logits_to_keep=last_P)[0]
+                logits_PV = _logits(self.model, self.cache, **tree.model_inputs(), logits_to_keep=last_P)[0]
                 return logits_PV, tree.node_BS.gather(1, (columns_PW - first_P1).clamp_(min=0))
         inputs: dict[str, Any] = {}
         if self.mask_RC is not None:
             inputs = {"attention_mask": self.mask_RC, "position_ids": (columns_PW - first_P1).clamp_(min=0)}
-        return self._forward(ids_PW, **inputs), torch.arange(ids_PW.numel(), device=self.device).view_as(ids_PW)
-
-    def _forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Logits after the last column, (rows, V), in float32."""
-        return self._logits(input_ids=ids, **self.options, **inputs)[:, -1]
-
-    def _logits(self, **inputs: Any) -> Tensor:
-        logits = self.model(past_key_values=self.cache, use_cache=True, **inputs).logits
-        return (logits.materialize() if isinstance(logits, LinearLogits) else logits).float()
+        logits_PV = _last_logits(self.model, self.cache, ids_PW, **inputs)
+        return logits_PV, torch.arange(ids_PW.numel(), device=self.device).view_as(ids_PW)
 
     def _uniforms(self, num_steps: int) -> Tensor | None:
         if self.sampling.is_greedy:
@@ -271,7 +276,7 @@ class _Batch:
             if mask_RC is not None:
                 inputs["attention_mask"] = mask_RC[:, None, None] if self.takes_full_mask else mask_RC
                 inputs["position_ids"] = self.positions_R1
-            self.logits_RV = self._forward(token_R[:, None], **inputs)
+            self.logits_RV = _last_logits(self.model, self.cache, token_R[:, None], **inputs)
         if self.positions_R1 is not None:
             self.positions_R1 = self.positions_R1 + 1
 

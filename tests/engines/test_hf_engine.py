@@ -1,13 +1,16 @@
 """Our sampling loop: right tokens, right log-probabilities, and samples that do not know their neighbours."""
 
+import gc
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from roll.engines import hf_engine
 from roll.engines.hf_engine import HFEngine
 from roll.engines.kv_cache import RoomyLayer, make_cache
 from roll.engines.request import GenerationRequest, SamplingParams
@@ -441,3 +444,26 @@ def test_a_layer_grows_and_loses_rows_as_a_plain_one_does():
             results = [cache.update(new[0], new[1], layer) for cache in (roomy, plain)]
             assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert roomy.get_seq_length() == plain.get_seq_length() == 604
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_batch_is_gone_before_the_next_begins(is_small, monkeypatch):
+    """Its cache may be most of the memory; the garbage collector would come too late."""
+    alive: weakref.WeakSet[hf_engine._Batch] = weakref.WeakSet()
+    at_begin = []
+
+    class Watched(hf_engine._Batch):
+        def __init__(self, *args):
+            at_begin.append(len(alive))
+            alive.add(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(hf_engine, "_Batch", Watched)
+    monkeypatch.setattr(hf_engine, "can_decode", lambda model: is_small)
+    engine = HFEngine(tiny_model().eval(), pad_token_id=0, eos_token_ids=(), max_batch_size=2)
+    gc.disable()
+    try:
+        engine.generate([GenerationRequest(f"r{i}", (5, 6), SamplingParams(max_new_tokens=3)) for i in range(6)])
+    finally:
+        gc.enable()
+    assert at_begin == [0, 0, 0] and not alive

@@ -119,13 +119,13 @@ def test_conversations_that_began_alike(monkeypatch):
     params = SamplingParams(max_new_tokens=8)
     asked = [GenerationRequest(f"r{index}", tuple(prompt), params, 2) for index, prompt in enumerate(prompts)]
     outputs, sizes = [], []
-    logits = hf_engine._Batch._logits
+    logits = hf_engine._logits
 
-    def watched(self, **inputs):
+    def watched(*given, **inputs):
         sizes.append(inputs["input_ids"].numel())
-        return logits(self, **inputs)
+        return logits(*given, **inputs)
 
-    monkeypatch.setattr(hf_engine._Batch, "_logits", watched)
+    monkeypatch.setattr(hf_engine, "_logits", watched)
     for shares in (False, True):
         model = randomized(tiny_model("qwen2"))
         assert not shares or use_token_tree(model)

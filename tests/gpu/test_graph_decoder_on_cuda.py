@@ -1,5 +1,6 @@
 """Decoding as a recorded graph on one real GPU: the attention kernel, and the samples of the same model unrecorded."""
 
+import gc
 import secrets
 
 import pytest
@@ -64,6 +65,21 @@ def test_samples_are_those_of_the_model_itself(family, num_new, end_every, recor
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
     for (_, one), (_, other) in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_left_on_the_gpu(recorded):
+    """Without the help of the garbage collector, which comes when it likes."""
+    model = tiny_model().to("cuda").eval()
+    requests = requests_of(40)
+    answers(model, requests, end_every=30)  # libraries take their own memory
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        answers(model, requests, end_every=30)
+        assert recorded and torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
 
 
 def test_a_call_uses_the_weights_of_its_time(recorded):
