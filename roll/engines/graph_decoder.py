@@ -9,6 +9,7 @@ another is recorded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,6 +97,12 @@ class GraphDecoder:
         self._step = None
 
 
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: a matrix library keeps memory for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class _RecordedStep:
     """The graph of one step, and what it reads and writes besides the cache."""
 
@@ -119,7 +126,7 @@ class _RecordedStep:
         with _decoding(decoder.model, decoder.cache, self.column):
             # Once outside of the recording, for what is compiled or loaded at a first call. The first launch writes the
             # same column again.
-            stream = torch.cuda.Stream(token_R.device)
+            stream = _recording_stream(token_R.device)
             stream.wait_stream(torch.cuda.current_stream(token_R.device))
             with torch.cuda.stream(stream):
                 step()
