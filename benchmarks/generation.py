@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs an NVIDIA GPU, and torch sees none")
     candidates = ways(make_model(args), args)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(args.turns + 1):

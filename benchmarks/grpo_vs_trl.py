@@ -277,6 +277,13 @@ def main() -> None:
         runner = run_roll if args.only == "roll" else run_trl
         print(json.dumps(runner(args.folder, args.model, setting, args.steps)))
         return
+    if args.gpu and args.characters:
+        parser.error("--characters is for the small model: leave out --gpu")
+    if args.gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--gpu needs an NVIDIA GPU, and torch sees none; leave it out for a small model on the CPU")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder, setting, args.characters)

@@ -19,20 +19,18 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     DynamicCache,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
 from transformers.cache_utils import DynamicLayer
 
 from roll.engines.kv_cache import RoomyLayer
+from roll.engines.small_decoder import MODEL_CLASSES as SMALL_MODEL_CLASSES
 from roll.engines.small_decoder import STATIC_ROPE_TYPES
 from roll.models.lora import base_model
-from roll.ops.decode_attention import decode_attention, decode_kernels
+from roll.ops.decode_attention import decode_attention, has_decode_kernel
 
 MIN_STEPS = 16  # for fewer, recording takes longer than it saves
-MODEL_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)  # dense, full attention
+MODEL_CLASSES = (*SMALL_MODEL_CLASSES, Qwen3ForCausalLM)  # dense, full attention
 ATTENTION = "roll_decode"
 
 
@@ -44,8 +42,8 @@ def can_record(model: nn.Module, cache: DynamicCache) -> bool:
         type(inner) in MODEL_CLASSES
         and config.rope_parameters["rope_type"] in STATIC_ROPE_TYPES
         and all(type(layer) is RoomyLayer for layer in cache.layers)
-        and decode_kernels() is not None
         and all(type(parameter) is nn.Parameter and parameter.is_cuda for parameter in model.parameters())
+        and has_decode_kernel()
         and not any(
             module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
             for module in model.modules()
@@ -66,8 +64,11 @@ class GraphDecoder:
         self.model = model
         self.cache = cache
         self.logits = logits
-        self.num_tokens = cache.get_seq_length()
         self._step: _RecordedStep | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cache.get_seq_length()
 
     def step(self, token_R: Tensor, position: Tensor | int, mask_RC: Tensor | None) -> Tensor:
         """Logits (R, V) after `token_R`, which stands at `position`, (R,) or the same number for all rows; they are
@@ -82,9 +83,8 @@ class GraphDecoder:
                 position_R = torch.as_tensor(position, device=token_R.device).expand(len(token_R))
                 self._step = _RecordedStep(self, token_R, position_R)
             logits_RV = self._step(token_R)
-        self.num_tokens += 1
         for layer in layers:
-            layer.num_tokens = self.num_tokens
+            layer.num_tokens += 1
         return logits_RV
 
     def select(self, rows: Tensor) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
+from roll.ops.kernels import triton_module
 
-@functools.cache
-def decode_kernels() -> ModuleType | None:
-    try:
-        from roll.ops import triton_decode_attention
-    except ImportError:  # Triton comes with torch for NVIDIA GPUs, and with no other
-        return None
-    return triton_decode_attention
+
+def has_decode_kernel() -> bool:
+    return triton_module("triton_decode_attention") is not None
 
 
 def decode_attention(
@@ -27,7 +21,10 @@ def decode_attention(
     every key and value once, by as many columns as there are, and nothing is read by the host, so that it can be part
     of a recorded graph.
     """
-    if query_RHD.is_cuda and (kernels := decode_kernels()) is not None:
+    num_heads, num_kv_heads = query_RHD.shape[1], keys_RKTD.shape[1]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} heads of the query cannot share {num_kv_heads} heads of keys evenly")
+    if query_RHD.is_cuda and (kernels := triton_module("triton_decode_attention")) is not None:
         return kernels.decode_attention(query_RHD, keys_RKTD, values_RKTD, first_R, stop, scale)
     return reference(query_RHD, keys_RKTD, values_RKTD, first_R, stop, scale)
 

@@ -7,7 +7,6 @@ valid tokens of a row are packed into neighbouring columns (`map_valid_tokens`),
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,22 +14,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from roll.ops.kernels import triton_module
+
 # Entries of the chunk of rows that is worked on at a time on a CPU, so that its temporaries stay in the cache.
 CPU_CHUNK = 2**18
 
 
-@functools.cache
-def _triton_scans() -> ModuleType | None:
-    try:
-        from roll.ops import triton_scans
-    except ImportError:  # Triton comes with torch for NVIDIA GPUs, and with no other
-        return None
-    return triton_scans
-
-
 def scan_kernels(tensor: Tensor) -> ModuleType | None:
     """`roll.ops.triton_scans` where it can work on `tensor`: on a GPU."""
-    return _triton_scans() if tensor.is_cuda else None
+    return triton_module("triton_scans") if tensor.is_cuda else None
 
 
 def row_chunks(like_BT: Tensor) -> Iterator[slice]:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from roll.ops.kernels import triton_module
+
 
 @dataclass(frozen=True)
 class PieceLimits:
@@ -45,18 +47,9 @@ def piece_limits(device: torch.device) -> PieceLimits:
     return CPU_LIMITS if device.type == "cpu" else ACCELERATOR_LIMITS
 
 
-@functools.cache
-def _triton_rows() -> ModuleType | None:
-    try:
-        from roll.ops import triton_rows
-    except ImportError:  # Triton comes with torch for NVIDIA GPUs, and with no other
-        return None
-    return triton_rows
-
-
 def kernels_for(raw: Tensor) -> ModuleType | None:
     """The Triton kernels if they can work on `raw`: on a GPU, in any precision but float64."""
-    return _triton_rows() if raw.is_cuda and raw.dtype != torch.float64 else None
+    return triton_module("triton_rows") if raw.is_cuda and raw.dtype != torch.float64 else None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

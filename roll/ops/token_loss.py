@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from roll.ops.kernels import triton_module
 
 Count = Tensor | int | float
 
@@ -63,18 +63,9 @@ class TokenLossInputs(NamedTuple):
     norm_factor: Count
 
 
-@functools.cache
-def _kernels() -> ModuleType | None:
-    try:
-        from roll.ops import triton_token_loss
-    except ImportError:  # Triton comes with torch for NVIDIA GPUs, and with no other
-        return None
-    return triton_token_loss
-
-
 def can_fuse(log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs) -> bool:
     """Whether `token_loss` can do it: everything on one GPU, no float64, and nothing else wants a gradient."""
-    if not log_probs_BT.is_cuda or log_probs_BT.numel() == 0 or _kernels() is None:
+    if not log_probs_BT.is_cuda or log_probs_BT.numel() == 0 or triton_module("triton_token_loss") is None:
         return False
     fixed = [value for value in inputs if isinstance(value, Tensor)]
     for tensor in (log_probs_BT, *([] if entropy_BT is None else [entropy_BT]), *fixed):
@@ -123,7 +114,7 @@ def _launch(
     loss: Tensor,
 ) -> None:
     """Writes the gradients, the results and the loss."""
-    kernels = _kernels()
+    kernels = triton_module("triton_token_loss")
     assert kernels is not None
     num_rows, width = log_probs_BT.shape
     rows = [

@@ -135,7 +135,8 @@ def policy_metrics(loss: PolicyLoss, *, agg_mode: str, counts: LossCounts) -> Na
     if loss.details is not None:
         found = found | policy_statistics(loss, agg_mode=agg_mode, **counts)
     metrics = found.renamed(POLICY_METRICS)
-    metrics.setdefault("actor/kl_loss@sum", 0.0)
+    if "kl" not in found:
+        metrics["actor/kl_loss@sum"] = 0.0
     return metrics
 
 

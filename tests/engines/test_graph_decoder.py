@@ -5,9 +5,11 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from roll.engines import graph_decoder
-from roll.engines.graph_decoder import _decoding, can_record
+from roll.engines import graph_decoder, hf_engine, kv_cache
+from roll.engines.graph_decoder import GraphDecoder, _decoding, can_record
+from roll.engines.hf_engine import HFEngine
 from roll.engines.kv_cache import RoomyLayer, make_cache
+from roll.engines.request import GenerationRequest, SamplingParams
 
 
 def prefilled(model, ids_RW: Tensor, first_R: Tensor, room: int):
@@ -45,8 +47,44 @@ def test_steps_are_those_of_the_model(family):
     assert model.config._attn_implementation == "sdpa" and all(type(layer) is RoomyLayer for layer in ours.layers)
 
 
+class UnrecordedStep:
+    """Does at once what `_RecordedStep` records, for a machine without a GPU."""
+
+    def __init__(self, decoder, token_R, position_R):
+        self.decoder = decoder
+        self.first_R = decoder.num_tokens - position_R
+
+    def __call__(self, token_R):
+        column = torch.tensor([self.decoder.num_tokens])
+        with _decoding(self.decoder.model, self.decoder.cache, column):
+            return self.decoder.logits(
+                token_R[:, None],
+                position_ids=(column - self.first_R)[:, None],
+                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+                decode=(self.first_R, column + 1),
+            )
+
+
+def test_rows_leave_and_the_cache_grows(monkeypatch):
+    monkeypatch.setattr(graph_decoder, "_RecordedStep", UnrecordedStep)
+    monkeypatch.setattr(GraphDecoder, "_forget_step", lambda self: setattr(self, "_step", None))
+    monkeypatch.setattr(hf_engine, "can_decode", lambda model: False)
+    monkeypatch.setattr(kv_cache, "GROWTH", 2)  # short of room all the time
+    make = kv_cache.make_cache
+    monkeypatch.setattr(hf_engine, "make_cache", lambda config, room: make(config, 3))
+    sampling = SamplingParams(max_new_tokens=40)
+    requests = [GenerationRequest(f"r{i}", tuple(range(20, 23 + 2 * i)), sampling, 4) for i in range(3)]
+    engine = HFEngine(tiny_model().eval(), pad_token_id=0, eos_token_ids=range(1, 100, 20))
+    expected = engine.generate(requests)
+    assert len({len(output.token_ids) for output in expected}) > 3
+    monkeypatch.setattr(hf_engine, "can_record", lambda *_: True)
+    for found, plain in zip(engine.generate(requests), expected, strict=True):
+        assert found.token_ids == plain.token_ids
+        assert found.log_probs == pytest.approx(plain.log_probs, abs=1e-5)
+
+
 def test_only_plain_dense_models_on_a_gpu_are_recorded(monkeypatch):
-    monkeypatch.setattr(graph_decoder, "decode_kernels", lambda: object())
+    monkeypatch.setattr(graph_decoder, "has_decode_kernel", lambda: True)
     model = tiny_model()
     cache = make_cache(model.config, 4)
     assert not can_record(model, cache)  # on a CPU
@@ -58,7 +96,7 @@ def test_only_plain_dense_models_on_a_gpu_are_recorded(monkeypatch):
     hook.remove()
     dynamic = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert not can_record(dynamic, cache)
-    monkeypatch.setattr(graph_decoder, "decode_kernels", lambda: None)
+    monkeypatch.setattr(graph_decoder, "has_decode_kernel", lambda: False)
     assert not can_record(model, cache)
 
 

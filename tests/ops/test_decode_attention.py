@@ -20,3 +20,9 @@ def test_one_column_is_its_value() -> None:
     found = decode_attention(query, keys.nan_to_num(), values, last, stop, 1.0)
     expected = values[:, :, int(stop) - 1].repeat_interleave(2, dim=1)
     torch.testing.assert_close(found, expected)
+
+
+def test_heads_that_cannot_be_shared_evenly() -> None:
+    query, keys, values, first, stop = decode_inputs(2, 5, 2, 6, 8, torch.float32, "cpu", 0)
+    with pytest.raises(ValueError, match="5 heads of the query cannot share 2 heads of keys evenly"):
+        decode_attention(query, keys, values, first, stop, 1.0)
