@@ -10,7 +10,9 @@ row's logits, key and position (`roll.engines.sampling`), so none of this can be
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -78,19 +80,20 @@ class HFEngine(SampleEngine):
         was_training = self.model.training
         self.model.eval()
         try:
-            for rows in self._batches(samples):
-                alive = []
-                for row in rows:
-                    if row.request.request_id in self.aborts:
-                        row.finish_reason = "abort"
-                        finish(row)
-                    else:
-                        alive.append(row)
-                batch = _Batch(self, alive) if alive else None
-                while batch is not None and batch.rows:
-                    for row in batch.advance():
-                        finish(row)
-                batch = None  # its cache makes room for the next
+            with _compiled_code_unused():
+                for rows in self._batches(samples):
+                    alive = []
+                    for row in rows:
+                        if row.request.request_id in self.aborts:
+                            row.finish_reason = "abort"
+                            finish(row)
+                        else:
+                            alive.append(row)
+                    batch = _Batch(self, alive) if alive else None
+                    while batch is not None and batch.rows:
+                        for row in batch.advance():
+                            finish(row)
+                    batch = None  # its cache makes room for the next
         finally:
             self.model.train(was_training)
 
@@ -120,6 +123,17 @@ class HFEngine(SampleEngine):
     @property
     def _config(self) -> Any:
         return base_model(self.model).config.get_text_config(decoder=True)
+
+
+def _compiled_code_unused() -> AbstractContextManager[Any]:
+    """Inside, blocks that `torch.compile` was applied to run as they were written.
+
+    The cache is another object with another width at every call, so that compiled blocks would be compiled again and
+    again; and torch.compile would look into the attention kernel of a recorded step, which it cannot translate.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _sampling_group(sampling: SamplingParams) -> tuple[float, ...]:

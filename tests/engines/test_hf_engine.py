@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from roll.distributed.strategy import hf_strategy
 from roll.engines import hf_engine
 from roll.engines.hf_engine import HFEngine
 from roll.engines.kv_cache import RoomyLayer, make_cache
@@ -467,3 +468,22 @@ def test_a_batch_is_gone_before_the_next_begins(is_small, monkeypatch):
     finally:
         gc.enable()
     assert at_begin == [0, 0, 0] and not alive
+
+
+def test_generation_does_not_enter_compiled_blocks(monkeypatch):
+    """`strategy_config: {compile: true}` on a role that also generates: torch.compile would be asked to translate the
+    cache of every call, and on a GPU the attention kernel of a recorded step, at which it failed."""
+
+    def refuse(graph, inputs):
+        raise AssertionError("torch.compile was asked for a graph")
+
+    monkeypatch.setattr(hf_engine, "can_decode", lambda model: False)  # through the modules, as on a GPU
+    engine = make_engine()
+    requests = requests_of(3, 9, num_samples=2)
+    expected = facts(engine.generate(requests))
+    compile_ = torch.compile
+    monkeypatch.setattr(hf_strategy.torch, "compile", lambda function: compile_(function, backend=refuse))
+    hf_strategy.compile_layers(engine.model)
+    check_same(facts(engine.generate(requests)), expected)
+    with pytest.raises(Exception, match="asked for a graph"):  # outside of generation they are compiled as ever
+        engine.model(torch.tensor([[5, 6, 7]]))

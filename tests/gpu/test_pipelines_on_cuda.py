@@ -7,6 +7,7 @@ import torch
 from agentic_setup import tiny_pipeline_config
 from rlvr_setup import make_inputs, make_values, metrics_of
 
+from roll.engines.graph_decoder import GraphDecoder
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
@@ -27,12 +28,14 @@ def strategies_of(pipeline):
     return [cluster.workers[0].strategy for cluster in (pipeline.actor_train, pipeline.actor_infer)]
 
 
-def rlvr_config(folder, output, *, on_gpu, dtype="fp32", **strategy_config):
+def rlvr_config(folder, output, *, on_gpu, dtype="fp32", response_length=None, **strategy_config):
     values = copy.deepcopy(make_values(folder, output_dir=str(output), num_gpus_per_node=1))
     for name in ("actor_train", "actor_infer"):
         values[name]["device_mapping"] = [0] if on_gpu else None
         values[name]["model_args"]["dtype"] = dtype
-    values["actor_train"]["strategy_args"]["strategy_config"] = strategy_config
+        values[name]["strategy_args"]["strategy_config"] = strategy_config
+    if response_length is not None:
+        values["response_length"] = response_length
     return RLVRConfig(**values)
 
 
@@ -51,6 +54,22 @@ def test_rlvr_in_half_precision(tmp_path):
     folder = make_inputs(tmp_path / "inputs")
     lines, _ = run(RLVRPipeline, rlvr_config(folder, tmp_path / "out", on_gpu=True, dtype="bf16"))
     assert len(lines) == 3 and all(line["rollout/logprob_gap/mean"] < 0.05 for line in lines)
+
+
+def test_rlvr_with_compiled_blocks(tmp_path, monkeypatch):
+    """Training uses the compiled blocks and generation records its steps without them: it once crashed at that."""
+    steps = []
+    step = GraphDecoder.step
+    monkeypatch.setattr(GraphDecoder, "step", lambda self, *arguments: steps.append(1) or step(self, *arguments))
+    folder = make_inputs(tmp_path / "inputs")
+    options = {"on_gpu": True, "response_length": 24}  # long enough to be worth a recording
+    plain, _ = run(RLVRPipeline, rlvr_config(folder, tmp_path / "plain", **options))
+    steps.clear()
+    lines, _ = run(RLVRPipeline, rlvr_config(folder, tmp_path / "compiled", compile=True, **options))
+    assert steps and len(lines) == len(plain) == 3
+    assert all(line["rollout/logprob_gap/max"] < 1e-3 for line in lines)
+    for key in ("critic/score/mean", "actor/pg_loss", "actor_train/grad_norm"):
+        assert lines[0][key] == pytest.approx(plain[0][key], rel=1e-3, abs=1e-5), key
 
 
 def test_agentic(tmp_path):
