@@ -50,5 +50,6 @@ def joined(before: GenerationOutput | None, after: GenerationOutput) -> Generati
         after,
         token_ids=[*before.token_ids, *after.token_ids],
         log_probs=[*before.log_probs, *after.log_probs],
-        policy_version=min(before.policy_version, after.policy_version),
+        policy_version=before.policy_version,  # versions only grow
+        newest_version=after.policy_version,
     )
