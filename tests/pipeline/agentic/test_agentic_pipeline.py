@@ -97,7 +97,8 @@ def test_resume_is_exact(tmp_path):
             pipeline.update_engine(step)
             batch, _ = pipeline.collect(step)
             assert batch is not None
-            batch = pipeline.add_advantages(pipeline.add_old_log_probs_and_values(pipeline.add_reference(batch)))
+            batch = pipeline.add_old_log_probs(pipeline.add_values(pipeline.add_reference(batch)))
+            batch = pipeline.add_advantages(batch)
             pipeline.train(step, batch)
             pipeline.end_step(step, {})
             if step == 1:
