@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -53,6 +54,9 @@ class PPOConfig(BaseConfig):
 
     async_generation_ratio: NonNegative = 0.0
     """Batches that generation may run ahead of training; 0 takes turns."""
+
+    log_samples_per_step: AtLeastZero | None = 16
+    """Samples of a step that are written to the run's `rollouts/`, for the report; null writes all, 0 none."""
 
     # optimisation
 
@@ -191,6 +195,9 @@ class PPOConfig(BaseConfig):
     train_infer_correction: TrainInferCorrectionConfig = Field(default_factory=TrainInferCorrectionConfig)
     """What is done about the difference between sampling and training."""
 
+    first_ratio_tolerance: NonNegative | None = None
+    """Largest mean of |ratio - 1| at a step's first update before the run stops; null is 0.001 (bf16: 0.05), 0 off."""
+
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": "roll.pipeline.base_worker.ActorWorker",
         "actor_infer": "roll.pipeline.base_worker.InferWorker",
@@ -215,6 +222,8 @@ class PPOConfig(BaseConfig):
         return (self.reward_pretrain or self.pretrain) if role_name == "critic" else self.pretrain
 
     def _needs_old_logprobs(self) -> bool:
+        if self.ratio_is_to_sampler:  # the column is the sampler's, so there is nothing to compute
+            return True
         if self.force_disable_old_logprobs_recompute:
             return False
         rows_per_rank = self.rollout_batch_size * self.samples_per_prompt // self.actor_train.dp_size
@@ -247,13 +256,15 @@ class PPOConfig(BaseConfig):
         return roles if self.reward is None else {**roles, "reward": self.reward}
 
     def active_roles(self) -> dict[str, WorkerConfig]:
-        """Without a reference that is not needed or is the policy without its adapter, and without an unused critic."""
+        """Without a reference that is not needed or is the policy without its adapter, and without an unused critic. A
+        replay of dumped rollouts has only roles that are trained or score: nothing generates, nothing is judged."""
         unused = set()
         if not self.enable_reference or self.actor_train.model_args.is_lora:
             unused.add("reference")
         if self.adv_estimator != "gae":
             unused.add("critic")
-        return {name: role for name, role in self.all_roles().items() if name not in unused}
+        used = ("actor_train", "reference", "critic") if self.is_replay else self.all_roles()
+        return {name: role for name, role in self.all_roles().items() if name in used and name not in unused}
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -316,6 +327,44 @@ class PPOConfig(BaseConfig):
     @property
     def async_pipeline(self) -> bool:
         return self.async_generation_ratio > 0
+
+    @property
+    def max_staleness(self) -> int:
+        """Steps that the oldest token of a sample may be behind the step that trains on it: those that generation runs
+        ahead, and those that the weights of `actor_infer` are behind themselves."""
+        return math.ceil(self.async_generation_ratio) + self.actor_infer.model_update_frequency - 1
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether importance weights or filters treat the gap between sampling and training."""
+        correction = self.train_infer_correction
+        return correction.is_weight.enabled or any(item.enabled for item in correction.filters)
+
+    @property
+    def ratio_is_to_sampler(self) -> bool:
+        """Whether the loss takes its ratio against the policies that sampled: they may be older than the one before
+        this step's updates, and nothing else corrects for that."""
+        return self.async_pipeline and not self.corrects_sampling
+
+    @property
+    def ratio_tolerance(self) -> float | None:
+        """`first_ratio_tolerance` in effect; None never stops: a correction of the gap is on, or samples are stale."""
+        if self.corrects_sampling or self.async_pipeline or self.first_ratio_tolerance == 0:
+            return None
+        if self.first_ratio_tolerance is not None:
+            return self.first_ratio_tolerance
+        roles = (self.actor_train, self.actor_infer)
+        return 1e-3 if all(role.model_args.dtype == "fp32" for role in roles) else 5e-2
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether rollouts come from a dump, so that nothing generates and nothing is scored."""
+        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "mock"
+
+    @property
+    def is_dump(self) -> bool:
+        """Whether rollouts are dumped."""
+        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "dump"
 
     @property
     def reference_configs(self) -> dict[str, WorkerConfig]:

@@ -140,8 +140,9 @@ class GenerationOutput:
         log_probs: of each new token under the distribution that it was drawn from: after penalty, temperature and
             truncation. Greedy tokens come with their log-probability at temperature 1.
         finish_reason: "stop" (end token, stop id, stop string), "length", "abort" or "error".
-        policy_version: of the weights that made these tokens.
+        policy_version: of the weights that made these tokens; of the oldest, if there were several.
         error: why it failed, "what: details"; then there are no tokens.
+        newest_version: of the newest weights, where the answer went on after they changed.
     """
 
     request_id: str
@@ -151,3 +152,4 @@ class GenerationOutput:
     finish_reason: FinishReason
     policy_version: int
     error: str | None = None
+    newest_version: int | None = None

@@ -8,7 +8,7 @@ A subclass says where samples come from and what they are worth:
                 with self.generation_paused(step):
                     self.update_engine(step)
                 batch = ...                                     # samples; meta_info["loss_mask_keys"] names their masks
-                batch = self.add_values(self.add_reference(batch))
+                batch = self.add_old_log_probs(self.add_values(self.add_reference(batch)))
                 batch = ...                                     # rewards and advantages
                 self.train_policy(batch)
                 self.end_step(step, self.metrics.pop())
@@ -17,6 +17,7 @@ A subclass says where samples come from and what they are worth:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -30,10 +31,13 @@ from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_pipeline import BasePipeline
 from roll.pipeline.loss_io import first_update_report
 from roll.pipeline.mini_batches import balance_ranks
+from roll.pipeline.on_policy import check_first_update
+from roll.pipeline.replay import dump_rollout, load_rollout
 from roll.utils.kl_controller import get_kl_controller
 from roll.utils.metrics.metrics_manager import MetricsManager
-from roll.utils.rollout_log import discard_rollouts_after
+from roll.utils.rollout_log import DroppedSample, RolloutLog, discard_rollouts_after
 from roll.utils.run_folder import Status
+from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 MAX_EMPTY_STEPS = 3  # consecutive steps without a single sample before a run stops
@@ -58,6 +62,7 @@ class PolicyPipeline(BasePipeline):
         metrics           of the step so far
         kl_ctrl           the coefficient of the KL penalty
         num_empty_steps   steps in a row that brought no sample
+        sample_logs       where samples are written: the run's folder, `rollout_dump_dir`
         background        set it where samples are made while training goes on
     """
 
@@ -70,6 +75,11 @@ class PolicyPipeline(BasePipeline):
         self.kl_ctrl = get_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self.num_empty_steps = 0
         self.background: Background | None = None
+        self.sample_logs: list[RolloutLog] = []
+        if config.log_samples_per_step != 0:
+            self.sample_logs.append(RolloutLog(self.run_dir, self.tokenizer, config.log_samples_per_step))
+        if config.rollout_dump_dir is not None:
+            self.sample_logs.append(RolloutLog(config.rollout_dump_dir, self.tokenizer, None))
         roles = self.pipeline_config.active_roles()
         self.actor_train = self.make_cluster("actor_train")
         self.reference = self.make_cluster("reference") if "reference" in roles else None
@@ -106,6 +116,24 @@ class PolicyPipeline(BasePipeline):
             with self.metrics.timer("time/step_model_update"):
                 self.metrics.add_metrics(self.model_update(step))
 
+    def load_rollout(self, step: int) -> DataProto:
+        """The batch of this step from a dump; for runs that replay one (`is_replay`)."""
+        assert self.pipeline_config.rollout_mock is not None
+        return load_rollout(self.pipeline_config.rollout_mock.dump_dir, step)
+
+    def dump_rollout(self, step: int, batch: DataProto) -> None:
+        """Write the batch of this step for a replay, if `rollout_mock` asks for it."""
+        if self.pipeline_config.is_dump:
+            assert self.pipeline_config.rollout_mock is not None
+            dump_rollout(self.pipeline_config.rollout_mock.dump_dir, step, batch)
+
+    def log_samples(
+        self, step: int, batch: DataProto | None, split: str = "train", dropped: Sequence[DroppedSample] = ()
+    ) -> None:
+        """Write samples of this step to the run's folder and to `rollout_dump_dir`."""
+        for log in self.sample_logs:
+            log.write(step, batch, split=split, dropped=dropped)
+
     def add_reference(self, batch: DataProto) -> DataProto:
         """`ref_log_probs` (B, S-1) of the reference, or of the policy without its adapter."""
         if self.pipeline_config.enable_reference:
@@ -120,6 +148,21 @@ class PolicyPipeline(BasePipeline):
         """`values` (B, S-1) of the critic, if there is one."""
         if self.critic is not None:
             batch["values"] = self.score_rows(self.critic, "compute_values", batch)["values"]
+        return batch
+
+    def add_old_log_probs(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` (B, S-1), what the ratio of the loss is taken against, where they are needed; `entropy` if
+        the policy computed them, and what follows from their gap to the log-probabilities of sampling."""
+        config = self.pipeline_config
+        if not config.enable_old_logprobs_recompute:
+            return batch
+        if config.ratio_is_to_sampler:
+            batch["old_log_probs"] = batch["infer_logprobs"].clone()
+            return batch
+        scored = self.score_rows(self.actor_train, "compute_log_probs", batch)
+        batch["old_log_probs"], batch["entropy"] = scored["log_probs"], scored["entropy"]
+        batch, found = apply_train_infer_correction_to_batch(config, batch)
+        self.metrics.add_metrics(found)
         return batch
 
     def score_rows(self, cluster: Cluster, method: str, batch: DataProto, **meta_info: Any) -> DataProto:
@@ -145,9 +188,11 @@ class PolicyPipeline(BasePipeline):
         return found
 
     def train_policy(self, rows: DataProto) -> dict[str, Any]:
-        """`train_on` for the policy; also reports how far it was from the one that sampled."""
+        """`train_on` for the policy; also reports how far it was from the one that sampled, and stops the run if that
+        should be nothing and is too much."""
         found = self.train_on(self.actor_train, rows)
         self.metrics.add_metrics(first_update_report(found))
+        check_first_update(found, self.pipeline_config)
         return found
 
     def use(self, *clusters: Cluster | None) -> None:

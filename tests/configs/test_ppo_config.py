@@ -110,10 +110,25 @@ def test_roles_that_name_no_model_take_pretrain_and_the_others_keep_theirs():
         ({"init_kl_coef": 0, "rollout_batch_size": 8, "adv_estimator": "gigpo"}, True),
         ({"init_kl_coef": 0, "rollout_batch_size": 8, "adv_estimator": "step_reinforce"}, True),
         ({"force_disable_old_logprobs_recompute": True, "adv_estimator": "gigpo"}, False),
+        # The sampler's own, so that stale samples do not count as on-policy; nothing is computed.
+        ({"force_disable_old_logprobs_recompute": True, "async_generation_ratio": 1}, True),
     ],
 )
 def test_when_old_log_probs_are_computed(values, expected):
     assert ppo(**values).enable_old_logprobs_recompute is expected
+
+
+@pytest.mark.parametrize(("ratio", "frequency", "expected"), [(0, 1, 0), (1, 1, 1), (1.5, 1, 2), (1, 3, 3), (0, 3, 2)])
+def test_how_old_samples_may_be(ratio, frequency, expected):
+    infer = {"model_update_frequency": frequency}
+    assert ppo(async_generation_ratio=ratio, actor_infer=infer).max_staleness == expected
+
+
+def test_a_replay_starts_what_is_trained_or_scores():
+    config = ppo(rollout_mock={"enable": True, "mode": "mock"}, use_kl_loss=True)
+    assert config.is_replay and not config.is_dump
+    assert list(config.active_roles()) == ["actor_train", "reference", "critic"]
+    assert not ppo(rollout_mock={"mode": "mock"}).is_replay and ppo(rollout_mock={"enable": True}).is_dump
 
 
 def test_generation_gets_sampling_arguments_and_concurrency():

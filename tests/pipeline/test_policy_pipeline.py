@@ -45,7 +45,9 @@ def make_pipeline(*, reference=True, critic=True, **config):
         cluster for cluster in (pipeline.actor_train, pipeline.reference, pipeline.critic) if cluster is not None
     ]
     pipeline.metrics = MetricsManager()
-    pipeline.pipeline_config = SimpleNamespace(**{"is_offload_states": False, "enable_reference": True, **config})
+    pipeline.pipeline_config = SimpleNamespace(
+        **{"is_offload_states": False, "enable_reference": True, "ratio_tolerance": None, **config}
+    )
     return pipeline, story
 
 

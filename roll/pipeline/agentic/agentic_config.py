@@ -28,6 +28,18 @@ from roll.configs.generating_args import GeneratingArguments
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
 from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
 from roll.exceptions import ConfigError
+from roll.utils.import_utils import import_class
+
+_MANAGERS = "roll.pipeline.agentic.env_manager."
+# `prompts_are_whole` of the managers that ROLL's files name, for those who ask without torch, which the classes import.
+PROMPTS_ARE_WHOLE = {
+    _MANAGERS + "traj_env_manager.TrajEnvManager": False,
+    _MANAGERS + "step_env_manager.StepEnvManager": True,
+    _MANAGERS + "step_concat_env_manager.StepConcatEnvManager": True,
+    _MANAGERS + "agent_native_env_manager.AgentNativeStepEnvManager": True,
+    _MANAGERS + "vl_traj_env_manager.VLTrajEnvManager": False,
+    _MANAGERS + "proxy_env_manager.ProxyEnvManager": False,
+}
 
 NormType = Literal["batch", "group"] | None
 
@@ -131,6 +143,19 @@ class EnvTemplate(ConfigModel):
     @classmethod
     def _null_is_empty(cls, value: Any) -> Any:
         return {} if value is None else value
+
+
+def prompts_are_whole(manager: str) -> bool:
+    """Whether the manager class at a dotted path makes a row of each turn; classes that ROLL does not have are imported
+    for that. ConfigError if there is no such class."""
+    if manager in PROMPTS_ARE_WHOLE:
+        return PROMPTS_ARE_WHOLE[manager]
+    found = getattr(import_class(manager), "prompts_are_whole", None)
+    if not isinstance(found, bool):
+        raise ConfigError(
+            f"{manager!r} is no environment manager; expected a subclass of {_MANAGERS}base_env_manager.BaseEnvManager"
+        )
+    return found
 
 
 class RewardConfig(WorkerConfig):
@@ -269,9 +294,6 @@ class AgenticConfig(PPOConfig):
     ratio_type: Literal["token", "segment", "seq"] = "token"
     """Tokens that share one probability ratio: each alone, those of a turn, or all of a row."""
 
-    log_samples_per_step: AtLeastZero | None = 16
-    """Samples that are written to the run's folder in each step, for the report; null writes all, 0 none."""
-
     exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"
     """Mode of a sandbox."""
 
@@ -373,9 +395,14 @@ class AgenticConfig(PPOConfig):
         problems = []
         for tag in self.custom_envs:
             try:
-                self.env_template(tag)
+                template = self.env_template(tag)
             except ConfigError as error:
                 problems.append(Problem(f"custom_envs.{tag}", str(error)))
+                continue
+            try:
+                prompts_are_whole(template.env_manager_cls)
+            except ConfigError as error:
+                problems.append(Problem(f"custom_envs.{tag}.env_manager_cls", str(error)))
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:
@@ -385,10 +412,8 @@ class AgenticConfig(PPOConfig):
         return {"train_env": "train_env_manager", "val_env": "val_env_manager"}.get(role_name, role_name)
 
     def active_roles(self) -> dict[str, WorkerConfig]:
-        roles = super().active_roles()
-        if self.eval_steps <= 0:
-            del roles["val_env"]
-        return roles
+        is_validated = self.eval_steps > 0
+        return {name: role for name, role in super().active_roles().items() if name != "val_env" or is_validated}
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
         strategies = super().allowed_strategies()
@@ -398,6 +423,8 @@ class AgenticConfig(PPOConfig):
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
+        if self.is_replay:
+            return problems
         if not self.custom_envs:
             problems.append(Problem("custom_envs", "missing; define the environments that the tags name"))
         if self.reward is not None:
@@ -409,10 +436,14 @@ class AgenticConfig(PPOConfig):
 
     @property
     def rows_are_turns(self) -> bool:
-        """True for the estimators that need it, and for environment managers that make a row of each turn."""
+        """True for the estimators that need it, and for environment managers whose prompts stand alone."""
+        if self.adv_estimator in ("gigpo", "step_reinforce"):
+            return True
         managers = [self.custom_envs.get(tag, {}).get("env_manager_cls") for tag in self.train_env_manager.tags]
-        by_step = any(manager is not None and "step" in str(manager).lower() for manager in managers)
-        return by_step or self.adv_estimator in ("gigpo", "step_reinforce")
+        try:
+            return any(prompts_are_whole(manager) for manager in managers if manager is not None)
+        except ConfigError:
+            return False  # the config has such a manager among its problems
 
     @property
     def max_turns(self) -> int | None:

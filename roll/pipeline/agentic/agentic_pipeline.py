@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from roll.algorithms.masking import masked_mean
 from roll.distributed.scheduler.protocol import DataProto
+from roll.exceptions import DataError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.agentic.async_rollouts import AsyncRollouts
 from roll.pipeline.agentic.batch_adjust import adjust_batch, optimizer_steps
@@ -20,7 +21,7 @@ from roll.pipeline.agentic.data_metrics import (
 from roll.pipeline.agentic.group_filter import GroupFilter, make_filter, rows_of
 from roll.pipeline.agentic.llm_proxy import create_llm_proxy
 from roll.pipeline.agentic.rollout_scheduler import Rollout, RolloutScheduler
-from roll.pipeline.agentic.trajectory import Trajectory, collate
+from roll.pipeline.agentic.trajectory import collate
 from roll.pipeline.agentic.utils import (
     agentic_compute_advantage,
     compute_discounted_returns,
@@ -29,9 +30,9 @@ from roll.pipeline.agentic.utils import (
 )
 from roll.pipeline.mini_batches import NUM_STEPS
 from roll.pipeline.policy_pipeline import MAX_EMPTY_STEPS, PolicyPipeline
+from roll.pipeline.staleness import STALE
 from roll.utils.functionals import compute_token_reward
-from roll.utils.rollout_log import DroppedSample, RolloutLog
-from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch
+from roll.utils.rollout_log import DroppedSample
 
 __all__ = [
     "AgenticPipeline",
@@ -58,11 +59,19 @@ class AgenticPipeline(PolicyPipeline):
         self.schedulers: list[RolloutScheduler] = []
         super().__init__(config, progress=progress)
         self.initialize(*self.clusters)
-        self.train_rollouts = self._make_scheduler("train")
-        self.val_rollouts = self._make_scheduler("val") if "val_env" in self.pipeline_config.active_roles() else None
-        self.async_rollouts = self.background = self._make_async_rollouts() if config.async_pipeline else None
-        limit = self.pipeline_config.log_samples_per_step
-        self.sample_log = RolloutLog(self.run_dir, self.tokenizer, limit) if limit != 0 else None
+        roles = config.active_roles()
+        self.train_rollouts = self._make_scheduler("train") if "train_env" in roles else None
+        self.val_rollouts = self._make_scheduler("val") if "val_env" in roles else None
+        self.async_rollouts: AsyncRollouts | None = None
+        if self.train_rollouts is not None and config.async_pipeline:
+            self.async_rollouts = self.background = AsyncRollouts(
+                self.train_rollouts,
+                num_trajectories=config.rollout_batch_size,
+                ratio=config.async_generation_ratio,
+                max_staleness=config.max_staleness,
+                first_step=self.global_step,
+                last_step=config.max_steps,
+            )
         self.restore()
 
     def _make_scheduler(self, mode: Literal["train", "val"]) -> RolloutScheduler:
@@ -82,16 +91,6 @@ class AgenticPipeline(PolicyPipeline):
         self.schedulers.append(scheduler)
         return scheduler
 
-    def _make_async_rollouts(self) -> AsyncRollouts:
-        config = self.pipeline_config
-        return AsyncRollouts(
-            self.train_rollouts,
-            num_trajectories=config.rollout_batch_size,
-            ratio=config.async_generation_ratio,
-            first_step=self.global_step,
-            last_step=config.max_steps,
-        )
-
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -108,30 +107,37 @@ class AgenticPipeline(PolicyPipeline):
                     with metrics.timer("time/step_ref_log_probs_values_reward"):
                         batch = self.add_reference(batch)
                     with metrics.timer("time/step_old_log_probs_values"):
-                        batch = self.add_old_log_probs_and_values(batch)
+                        batch = self.add_old_log_probs(self.add_values(batch))
                     batch = self.add_advantages(batch)
                     with metrics.timer("time/step_train"):
                         self.train(step, batch)
                     metrics.add_metrics(compute_train_data_metrics(batch))
-                self.log_samples(step, batch, rollout)
+                with metrics.timer("time/step_log"):
+                    self.log_samples(step, batch, dropped=self._dropped(rollout) if self.sample_logs else ())
             self.add_speed(step, batch)
             self.end_step(step, metrics.pop())
         self.finish(self._result())
 
     def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
-        """Play the episodes of this step; their rows, or None if every environment failed."""
+        """The rows of this step, of episodes that are played or replayed; None if every environment failed."""
         config = self.pipeline_config
-        self.use(self.actor_infer)
-        if self.async_rollouts is None:
-            rollout = self.train_rollouts.rollout(step, config.rollout_batch_size)
+        rollout = Rollout()
+        if config.is_replay:
+            batch = self.load_rollout(step)
+            self._check_rows(batch)
         else:
-            rollout = self.async_rollouts.take(step)
-        self.metrics.add_metrics(rollout.metrics)
-        self._watch_failures(rollout)
-        if not rollout.trajectories:
-            return None, rollout
-        rows = [row for item in rollout.trajectories for row in rows_of(item, config.rows_are_turns)]
-        batch = collate(rows, self.pad_token_id)
+            self.use(self.actor_infer)
+            if self.async_rollouts is not None:
+                rollout = self.async_rollouts.take(step)
+            elif self.train_rollouts is not None:
+                rollout = self.train_rollouts.rollout(step, config.rollout_batch_size)
+            self.metrics.add_metrics(rollout.metrics)
+            self._watch_failures(rollout)
+            if not rollout.trajectories:
+                return None, rollout
+            rows = [row for item in rollout.trajectories for row in rows_of(item, config.rows_are_turns)]
+            batch = collate(rows, self.pad_token_id)
+            self.dump_rollout(step, batch)
         self.metrics.add_metrics(compute_rollout_traj_metrics(batch))
         batch = compute_discounted_returns(batch, config.adv_estimator, config.step_reward_gamma)
         batch, counts = adjust_batch(batch, config, seed=config.seed + step)
@@ -149,18 +155,11 @@ class AgenticPipeline(PolicyPipeline):
             self._add_mean("critic/ref_log_prob/mean", batch, "ref_log_probs")
         return batch
 
-    def add_old_log_probs_and_values(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropy` of the policy before this step's updates, where they are needed, `values` of
-        the critic, and the correction of the gap between sampling and training."""
-        config = self.pipeline_config
-        batch = self.add_values(batch)
-        if config.enable_old_logprobs_recompute:
-            scored = self.score_rows(self.actor_train, "compute_log_probs", batch)
-            batch["old_log_probs"], batch["entropy"] = scored["log_probs"], scored["entropy"]
-            self._add_mean("critic/old_log_prob/mean", batch, "old_log_probs")
-            self._add_mean("critic/entropy/mean", batch, "entropy")
-            batch, found = apply_train_infer_correction_to_batch(config, batch)
-            self.metrics.add_metrics(found)
+    def add_old_log_probs(self, batch: DataProto) -> DataProto:
+        batch = super().add_old_log_probs(batch)
+        for name, column in (("old_log_prob", "old_log_probs"), ("entropy", "entropy")):
+            if column in batch:
+                self._add_mean(f"critic/{name}/mean", batch, column)
         return batch
 
     def add_advantages(self, batch: DataProto) -> DataProto:
@@ -202,8 +201,7 @@ class AgenticPipeline(PolicyPipeline):
         if rollout.trajectories:
             metrics |= validation_metrics(rollout.trajectories)
             rows = [row for item in rollout.trajectories for row in rows_of(item, item.prompts_are_whole)]
-            if self.sample_log is not None:
-                self.sample_log.write(step, collate(rows, self.pad_token_id), split="val")
+            self.log_samples(step, collate(rows, self.pad_token_id), split="val")
         return metrics
 
     def close_sources(self) -> None:
@@ -222,27 +220,38 @@ class AgenticPipeline(PolicyPipeline):
             self.metrics.add_metric("env/success", sum(successes) / len(successes))
         self.num_empty_steps = 0 if rollout.trajectories else self.num_empty_steps + 1
         if self.num_empty_steps >= MAX_EMPTY_STEPS:
-            reasons = ", ".join(f"{tag} {reason} x{count}" for (tag, reason), count in rollout.failures.items())
-            self.stop(f"no environment finished an episode in {self.num_empty_steps} steps ({reasons})")
+            reasons = [f"{tag} {reason} x{count}" for (tag, reason), count in rollout.failures.items()]
+            dropped = {"dropped by the group filter": rollout.filtered, "dropped as too old": rollout.stale}
+            reasons += [f"{reason} x{len(items)}" for reason, items in dropped.items() if items]
+            self.stop(f"no episode of {self.num_empty_steps} steps in a row can be used ({', '.join(reasons)})")
 
-    def log_samples(self, step: int, batch: DataProto | None, rollout: Rollout) -> None:
-        """Write the samples of this step to the run's folder."""
-        if self.sample_log is not None:
-            with self.metrics.timer("time/step_log"):
-                dropped = [self._dropped(item) for item in rollout.filtered]
-                self.sample_log.write(step, batch, dropped=dropped)
+    def _check_rows(self, batch: DataProto) -> None:
+        """A dump has rows of episodes or of turns, and they cannot stand for each other."""
+        config = self.pipeline_config
+        found, expected = ("turns" if is_turns else "episodes" for is_turns in ("step" in batch, config.rows_are_turns))
+        if found != expected:
+            raise DataError(
+                f"rollout_mock.dump_dir: found a dump whose rows are {found}, expected {expected}, because of "
+                f"adv_estimator={config.adv_estimator} and env_manager_cls in custom_envs; make the dump with these "
+                "settings, or use those that it was made with"
+            )
 
-    def _dropped(self, item: Trajectory) -> DroppedSample:
-        ids = [token for turn in item.turns for token in (*turn.prompt_ids, *turn.response_ids)]
-        return DroppedSample(
-            prompt=str(self.tokenizer.decode(list(item.turns[0].prompt_ids))),
-            response=str(self.tokenizer.decode(ids[len(item.turns[0].prompt_ids) :])),
-            reason="group filter",
-            tag=item.tag,
-            token_ids=ids,
-            group=item.traj_group_id,
-            score=item.score,
-        )
+    def _dropped(self, rollout: Rollout) -> list[DroppedSample]:
+        found = []
+        for item, reason in [(it, "group filter") for it in rollout.filtered] + [(it, STALE) for it in rollout.stale]:
+            ids = [token for turn in item.turns for token in (*turn.prompt_ids, *turn.response_ids)]
+            found.append(
+                DroppedSample(
+                    prompt=str(self.tokenizer.decode(list(item.turns[0].prompt_ids))),
+                    response=str(self.tokenizer.decode(ids[len(item.turns[0].prompt_ids) :])),
+                    reason=reason,
+                    tag=item.tag,
+                    token_ids=ids,
+                    group=item.traj_group_id,
+                    score=item.score,
+                )
+            )
+        return found
 
     def add_speed(self, step: int, batch: DataProto | None) -> None:
         seconds = self.metrics.metrics["time/step_total"]

@@ -4,31 +4,39 @@
     episodes    of step 4 ...            | ... and of step 5 ...    |
                                          weights change: answers under way are interrupted and go on with the new ones
 
-The batch of a step may so hold answers of older policies; every row knows the oldest. Staleness, the step minus that
-version, is at most the ratio plus the steps that the longest episode lasts, and is reported.
+The batch of a step may so hold answers of older policies; every row knows the oldest. What is too old for its step
+leaves by the rule of `roll.pipeline.staleness`.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 
 from roll.pipeline.agentic.llm_proxy import PolicyProxy
 from roll.pipeline.agentic.rollout_scheduler import Rollout, RolloutScheduler
-from roll.pipeline.agentic.trajectory import Trajectory
+from roll.pipeline.staleness import staleness_metrics
 
 
 class AsyncRollouts:
     """Plays steps `first_step` to `last_step` - 1 in order, in a thread of its own, until it is closed."""
 
     def __init__(
-        self, scheduler: RolloutScheduler, *, num_trajectories: int, ratio: float, first_step: int, last_step: int
+        self,
+        scheduler: RolloutScheduler,
+        *,
+        num_trajectories: int,
+        ratio: float,
+        max_staleness: int,
+        first_step: int,
+        last_step: int,
     ) -> None:
         assert isinstance(scheduler.proxy, PolicyProxy) and scheduler.proxy.gate is not None
         self.scheduler, self.gate = scheduler, scheduler.proxy.gate
-        self.num_trajectories, self.max_ahead = num_trajectories, math.ceil(ratio)
+        self.num_trajectories, self.max_ahead, self.max_staleness = num_trajectories, math.ceil(ratio), max_staleness
         self.timeout = scheduler.env_cluster.rpc_timeout
         self._steps = range(first_step, last_step)
         self._ready: dict[int, Rollout] = {}
@@ -51,6 +59,7 @@ class AsyncRollouts:
 
     def take(self, step: int) -> Rollout:
         """The episodes of `step`; waits for them."""
+        started = monotonic()
         with self._changed:
             ready = self._changed.wait_for(lambda: step in self._ready or self._error is not None, self.timeout)
             if self._error is not None:
@@ -60,7 +69,9 @@ class AsyncRollouts:
                     f"the episodes of step {step} were not played within {self.timeout:g} s (rpc_timeout)"
                 )
             rollout = self._ready.pop(step)
-        rollout.metrics |= staleness_metrics(rollout.trajectories, step)
+        versions = [trajectory.versions for trajectory in rollout.trajectories]
+        rollout.metrics |= staleness_metrics(versions, step, len(rollout.stale))
+        rollout.metrics["rollout/wait_seconds"] = monotonic() - started
         return rollout
 
     def close(self) -> None:
@@ -79,7 +90,7 @@ class AsyncRollouts:
                     self._changed.wait_for(lambda: self._is_closed or step <= self._current + self.max_ahead)  # noqa: B023
                     if self._is_closed:
                         return
-                rollout = self.scheduler.rollout(step, self.num_trajectories)
+                rollout = self.scheduler.rollout(step, self.num_trajectories, max_staleness=self.max_staleness)
                 with self._changed:
                     self._ready[step] = rollout
                     self._changed.notify_all()
@@ -87,9 +98,3 @@ class AsyncRollouts:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-
-def staleness_metrics(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    """`rollout/staleness/{mean,max}`: steps that the oldest answers of a trajectory are behind."""
-    ages = [float(step - min(turn.policy_version for turn in item.turns)) for item in trajectories]
-    return {"rollout/staleness/mean": sum(ages) / len(ages), "rollout/staleness/max": max(ages)} if ages else {}

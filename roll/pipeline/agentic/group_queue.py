@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from roll.pipeline.agentic.trajectory import Trajectory
 
-MAX_REPLACEMENTS = 10  # episodes that may take the place of one that the filter dropped
+MAX_REPLACEMENTS = 10  # episodes that may take the place of one that was dropped
 
 # True drops the group. Arguments: number of the group, of its episode, and its trajectories.
 Filter = Callable[[int, int, Sequence[Trajectory]], bool]
+IsStale = Callable[[Sequence[Trajectory]], bool]
 
 
 @dataclass
@@ -55,13 +56,21 @@ class GroupQueue:
     environments (`group_size_redundancy`) are not waited for, and failing ones make a group smaller, never late.
     """
 
-    def __init__(self, episodes: Sequence[Episode], *, group_size: int, drop: Filter | None = None) -> None:
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        *,
+        group_size: int,
+        drop: Filter | None = None,
+        is_stale: IsStale | None = None,
+    ) -> None:
         self.group_size = group_size
-        self._drop = drop
+        self._drop, self._is_stale = drop, is_stale
         self._todo: dict[int, list[Episode]] = {}
         self._slots: list[Episode] = []
         self.kept: dict[int, Episode] = {}  # by number of the slot
         self.filtered: list[Trajectory] = []
+        self.stale: list[Trajectory] = []
         self.num_short = self.num_empty = self.num_filtered = self.num_spare = 0
         for episode in episodes:
             self._slots.append(episode)
@@ -104,9 +113,12 @@ class GroupQueue:
         if not found:
             self.num_empty += 1
             return
-        if self._drop is not None and self._drop(episode.group_id, episode.episode_id, found):
-            self.num_filtered += 1
-            self.filtered += found
+        is_stale = self._is_stale is not None and self._is_stale(found)
+        drop = None if is_stale else self._drop
+        is_filtered = drop is not None and drop(episode.group_id, episode.episode_id, found)
+        if is_stale or is_filtered:
+            self.num_filtered += is_filtered
+            (self.stale if is_stale else self.filtered).extend(found)
             if episode.attempt < MAX_REPLACEMENTS:
                 again = Episode(
                     episode.group_id,

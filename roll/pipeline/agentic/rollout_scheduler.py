@@ -25,6 +25,7 @@ from roll.pipeline.agentic.env_manager.base_env_manager import BaseEnvManager, E
 from roll.pipeline.agentic.group_queue import Episode, Filter, GroupQueue, derive_seed
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest
 from roll.pipeline.agentic.trajectory import Trajectory
+from roll.pipeline.staleness import is_stale
 from roll.utils.import_utils import import_class
 from roll.utils.logging import get_logger
 
@@ -55,11 +56,13 @@ class Rollout:
 
     Attributes:
         filtered: trajectories of groups that the filter dropped.
+        stale: trajectories of groups that were too old for the step.
         failures: how often environments failed, by tag and reason.
     """
 
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = field(default_factory=list)
     filtered: list[Trajectory] = field(default_factory=list)
+    stale: list[Trajectory] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -148,17 +151,24 @@ class RolloutScheduler:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def rollout(self, global_step: int, num_trajectories: int) -> Rollout:
-        """Play until all groups of the batch are complete."""
+    def rollout(self, global_step: int, num_trajectories: int, *, max_staleness: int | None = None) -> Rollout:
+        """Play until all groups of the batch are complete; those that are staler than `max_staleness` are replaced."""
+
+        def too_old(group: Sequence[Trajectory]) -> bool:
+            return max_staleness is not None and is_stale([it.versions for it in group], global_step, max_staleness)
+
         queue = GroupQueue(
-            self.episodes(global_step, num_trajectories), group_size=self.manager_config.group_size, drop=self._drop
+            self.episodes(global_step, num_trajectories),
+            group_size=self.manager_config.group_size,
+            drop=self._drop,
+            is_stale=too_old,
         )
         play = _Play(self, queue)
         started = time.monotonic()
         play.run()
         trajectories = queue.trajectories()
         metrics = play.metrics(trajectories) | {f"time/{self.mode}/rollout": time.monotonic() - started}
-        return Rollout(trajectories, queue.filtered, metrics, play.failures)
+        return Rollout(trajectories, queue.filtered, queue.stale, metrics, play.failures)
 
     def tell(self, tag: str, reason: str, detail: str) -> None:
         """Warn of a failure, once for each tag and reason."""

@@ -33,6 +33,8 @@ class Turn:
     Attributes:
         prompt_ids: what the policy read since its last answer, or the whole prompt (`Trajectory.prompts_are_whole`).
         log_probs: of the response tokens when they were sampled; None if whoever answered does not say.
+        policy_version: of the oldest weights that made the answer.
+        newest_version: of the newest, if it went on after the weights changed.
         reward: what the environment gave for this answer.
         state: hash of the state that was answered.
     """
@@ -44,6 +46,7 @@ class Turn:
     finish_reason: str = "stop"
     reward: float = 0.0
     state: str = ""
+    newest_version: int | None = None
 
     def __post_init__(self) -> None:
         if self.log_probs is not None and len(self.log_probs) != len(self.response_ids):
@@ -78,6 +81,12 @@ class Trajectory:
     @property
     def success(self) -> float | None:
         return self.metrics.get("success")
+
+    @property
+    def versions(self) -> set[int]:
+        """Of the policies that gave the answers."""
+        found = {version for turn in self.turns for version in (turn.policy_version, turn.newest_version)}
+        return {version for version in found if version is not None}
 
 
 @dataclass

@@ -6,14 +6,12 @@
                                              weights change: running samples are aborted and go on with the new ones
 
 A sample that goes on after a weight change has tokens of several policies, and every token keeps the version that made
-it. Staleness is the step that trains on a sample minus the version of its oldest token. It is bounded twice: prompts
-are started at most `async_generation_ratio` batches ahead, and samples that are staler than that when their turn comes
-are dropped, counted, and replaced.
+it. Prompts are started at most `async_generation_ratio` batches ahead, and what got too old all the same leaves by the
+rule of `roll.pipeline.staleness`.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +29,7 @@ from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally, group_samples
 from roll.pipeline.rlvr.samples import Group, Sample
 from roll.pipeline.rlvr.scoring import Scorer
+from roll.pipeline.staleness import STALE, is_stale, staleness_metrics
 
 
 @dataclass
@@ -98,7 +97,6 @@ class AsyncRolloutCollector(RolloutCollector):
     ) -> None:
         super().__init__(config, sampler, engine, score, tokenizer)
         self.sizes = domain_sizes(config.rollout_batch_size, sampler.shares)
-        self.max_staleness = math.ceil(config.async_generation_ratio)
         self._jobs: dict[int, Job] = {}  # started and not in `_ready` yet, by number
         self._ready: dict[str, list[tuple[int, Group]]] = {pool: [] for pool in self.sizes}
         self._num_used = dict.fromkeys(self.sizes, 0)  # prompts that a step has taken, or that were taken out
@@ -150,7 +148,9 @@ class AsyncRolloutCollector(RolloutCollector):
             tally, self._tally = self._tally, Tally(self.tokenizer)
             num_continued, self._num_continued = self._num_continued, 0
             self._changed.notify_all()
-        metrics = self.metrics_of(groups, tally, self._next_number) | staleness_metrics(groups, step)
+        versions = [scored.sample.versions for group in groups for scored in group.samples]
+        num_stale = sum(sample.reason == STALE for sample in tally.dropped)
+        metrics = self.metrics_of(groups, tally, self._next_number) | staleness_metrics(versions, step, num_stale)
         metrics |= {
             "rollout/continued_samples": float(num_continued),
             "rollout/wait_seconds": monotonic() - started,
@@ -257,12 +257,13 @@ class AsyncRolloutCollector(RolloutCollector):
     def _drop_stale(self, pool: str, step: int) -> None:
         fresh = []
         for number, group in self._ready[pool]:
-            oldest = min(scored.sample.oldest_version for scored in group.samples)
-            if step - oldest <= self.max_staleness:
+            versions = [scored.sample.versions for scored in group.samples]
+            if not is_stale(versions, step, self.config.max_staleness):
                 fresh.append((number, group))
                 continue
             for scored in group.samples:
-                self._tally.drop(scored.sample, "stale", scored)
+                self._tally.drop(scored.sample, STALE, scored)
+            self._changed.notify_all()  # another prompt may be started
         self._ready[pool] = fresh
 
     def _check_that_some_pass(self) -> None:
@@ -293,16 +294,3 @@ def requests_of(job: Job) -> list[GenerationRequest]:
         first = job.drafts[0].request
         return [replace(first, request_id=job.name, num_samples=len(job.drafts), sample_keys=keys)]
     return [draft.request for draft in open_drafts]
-
-
-def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """How old the samples of a step are: the step minus the version of a sample's oldest token."""
-    ages = [step - scored.sample.oldest_version for group in groups for scored in group.samples]
-    return {
-        "rollout/staleness/mean": sum(ages) / len(ages),
-        "rollout/staleness/max": float(max(ages)),
-        "scheduler/off_policy_ratio": sum(age > 0 for age in ages) / len(ages),
-        "rollout/mixed_version_samples": float(
-            sum(len(set(scored.sample.versions)) > 1 for group in groups for scored in group.samples)
-        ),
-    }

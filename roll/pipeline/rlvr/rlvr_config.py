@@ -155,12 +155,6 @@ class RLVRConfig(PPOConfig):
     max_num_gen_batches: AtLeastOne = 10
     """Rounds of sampling after which a step goes on with the prompts that passed the filters, however few."""
 
-    first_ratio_tolerance: NonNegative | None = None
-    """Largest mean of |ratio - 1| at a step's first update before the run stops; null is 0.001 (bf16: 0.05), 0 off."""
-
-    log_samples_per_step: AtLeastZero | None = 16
-    """Samples of a step that are written to the run's `rollouts/`; null writes all, 0 none."""
-
     save_logging_board_dir: Annotated[str | None, NoEffect("the run's folder has the samples, token by token")] = None
     """Folder that gets per-token values of every sample; null writes none."""
 
@@ -306,11 +300,7 @@ class RLVRConfig(PPOConfig):
         return role_name.replace("reward-", "rewards.", 1) if role_name.startswith("reward-") else role_name
 
     def active_roles(self) -> dict[str, WorkerConfig]:
-        """Without what a replay of dumped rollouts does not start: the role that generates, and the rewards."""
-        roles = {name: role for name, role in super().active_roles().items() if name != "validation"}
-        if self.is_replay:
-            roles = {name: role for name, role in roles.items() if name != "actor_infer" and "reward" not in name}
-        return roles
+        return {name: role for name, role in super().active_roles().items() if name != "validation"}
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
         judges = [name for name, role in self.all_roles().items() if "reward" in name and role.holds_model]
@@ -337,28 +327,6 @@ class RLVRConfig(PPOConfig):
         """The chat template in effect, for rows whose tag has none of its own."""
         data_args = self.actor_train.data_args
         return self.global_template or (data_args.template if data_args else None) or "native"
-
-    @property
-    def ratio_tolerance(self) -> float | None:
-        """`first_ratio_tolerance` in effect; None never stops: a correction of the gap is on, or samples are stale."""
-        correction = self.train_infer_correction
-        corrected = correction.is_weight.enabled or any(item.enabled for item in correction.filters)
-        if corrected or self.async_pipeline or self.first_ratio_tolerance == 0:
-            return None
-        if self.first_ratio_tolerance is not None:
-            return self.first_ratio_tolerance
-        roles = (self.actor_train, self.actor_infer)
-        return 1e-3 if all(role.model_args.dtype == "fp32" for role in roles) else 5e-2
-
-    @property
-    def is_replay(self) -> bool:
-        """Whether rollouts come from a dump, so that nothing generates and nothing is scored."""
-        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "mock"
-
-    @property
-    def is_dump(self) -> bool:
-        """Whether rollouts are dumped."""
-        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "dump"
 
     @property
     def domain_2_tag(self) -> dict[str, set[str]]:

@@ -13,17 +13,13 @@ from roll.pipeline.policy_pipeline import MAX_EMPTY_STEPS, PolicyPipeline
 from roll.pipeline.rlvr.advantages import add_advantages
 from roll.pipeline.rlvr.async_rollout import AsyncRolloutCollector
 from roll.pipeline.rlvr.evaluation import evaluate
-from roll.pipeline.rlvr.on_policy import check_first_update
 from roll.pipeline.rlvr.prompt_data import load_train_prompts, load_val_prompts
-from roll.pipeline.rlvr.replay import dump_rollout, load_rollout
 from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally
 from roll.pipeline.rlvr.samples import scored_batch
 from roll.pipeline.rlvr.scoring import Scorer, close_rewards
 from roll.pipeline.rlvr.validation import ValSampling, val_metrics, validate
-from roll.utils.rollout_log import RolloutLog
-from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch, correction_enabled
 
 LOSS_MASKS = ["response_mask", "final_response_mask"]
 
@@ -59,7 +55,6 @@ class RLVRPipeline(PolicyPipeline):
                 self.collector = self.background = AsyncRolloutCollector(*parts)
             else:
                 self.collector = RolloutCollector(*parts)
-        self.sample_logs = self._make_sample_logs()
         self.restore()
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
@@ -87,16 +82,14 @@ class RLVRPipeline(PolicyPipeline):
                     metrics.add_all_metrics(step, batch)
                     metrics.add_domain_all_metrics(batch)
                     metrics.add_speeds(batch, self._resources())
-                for log in self.sample_logs:
-                    log.write(step, batch, dropped=rollout.dropped)
+                self.log_samples(step, batch, dropped=rollout.dropped)
             self.end_step(step, metrics.pop())
         self.finish(self._result())
 
     def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
         """The scored batch of this step, generated or replayed; None if not one sample could be scored."""
-        config = self.pipeline_config
-        if config.is_replay:
-            return load_rollout(config.rollout_mock.dump_dir, step), Rollout()
+        if self.pipeline_config.is_replay:
+            return self.load_rollout(step), Rollout()
         self.use(self.actor_infer, *self.rewards.values())
         assert self.collector is not None
         rollout = self.collector.collect(step)
@@ -105,25 +98,8 @@ class RLVRPipeline(PolicyPipeline):
         if not rollout.groups:
             return None, rollout
         batch = scored_batch(rollout.groups, self.pad_token_id)
-        if config.is_dump:
-            dump_rollout(config.rollout_mock.dump_dir, step, batch)
+        self.dump_rollout(step, batch)
         return batch, rollout
-
-    def add_old_log_probs(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropy` (B, S-1) of the policy before this step's updates, where they are needed, and
-        what follows from their gap to the log-probabilities of sampling."""
-        config = self.pipeline_config
-        if not config.enable_old_logprobs_recompute:
-            return batch
-        if config.async_pipeline and not correction_enabled(config.train_infer_correction):
-            # Stale samples come from older policies: the ratio is taken against those that made them.
-            batch["old_log_probs"] = batch["infer_logprobs"].clone()
-            return batch
-        scored = self.score_rows(self.actor_train, "compute_log_probs", batch)
-        batch["old_log_probs"], batch["entropy"] = scored["log_probs"], scored["entropy"]
-        batch, found = apply_train_infer_correction_to_batch(config, batch)
-        self.metrics.add_metrics(found)
-        return batch
 
     def train(self, step: int, batch: DataProto) -> None:
         """Update critic and, after its warm-up, policy."""
@@ -136,7 +112,7 @@ class RLVRPipeline(PolicyPipeline):
         if self.critic is not None:
             self.train_on(self.critic, rows)
         if step >= self.pipeline_config.critic_warmup:
-            check_first_update(self.train_policy(rows), self.pipeline_config)
+            self.train_policy(rows)
 
     def validate(self, step: int) -> dict[str, float]:
         """Answer and score the validation prompts; the samples go to the run's `rollouts/val-*.jsonl`."""
@@ -147,8 +123,7 @@ class RLVRPipeline(PolicyPipeline):
             sampling = ValSampling.of(self.pipeline_config)
             groups = validate(self.val_prompts, sampling, self.actor_infer.answer_requests, self.score, tally)
         batch = scored_batch(groups, self.pad_token_id) if groups else None
-        for log in self.sample_logs:
-            log.write(step, batch, split="val", dropped=tally.dropped)
+        self.log_samples(step, batch, split="val", dropped=tally.dropped)
         return val_metrics(groups, tally)
 
     @classmethod
@@ -191,14 +166,6 @@ class RLVRPipeline(PolicyPipeline):
                 f"not one sample of the last {self.num_empty_steps} steps could be used:\n{reasons}\nThe last one was "
                 f"dropped because of {last.reason}. Its prompt: {last.prompt!r}. Its response: {last.response!r}"
             )
-
-    def _make_sample_logs(self) -> list[RolloutLog]:
-        config, logs = self.pipeline_config, []
-        if config.log_samples_per_step != 0:
-            logs.append(RolloutLog(self.run_dir, self.tokenizer, config.log_samples_per_step))
-        if config.rollout_dump_dir is not None:
-            logs.append(RolloutLog(Path(config.rollout_dump_dir), self.tokenizer, None))
-        return logs
 
     def _resources(self) -> dict[str, tuple[int, int]]:
         roles = {"actor_infer": self.actor_infer, "actor_train": self.actor_train}

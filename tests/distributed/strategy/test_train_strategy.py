@@ -1,6 +1,7 @@
 """Optimizer steps: against a plain loop, with numbers that are not finite, and on rows chosen over all ranks."""
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.distributed.strategy import strategy
-from roll.distributed.strategy.train_strategy import NonFiniteStepError
+from roll.distributed.strategy.ranks import Ranks
+from roll.distributed.strategy.train_strategy import PLACEHOLDER, NonFiniteStepError
 from roll.exceptions import WorkerError
 
 LORA = {"lora_target": "q_proj,v_proj", "lora_rank": 4}
@@ -92,6 +94,51 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(folder, tm
         assert torch.equal(value, before[name])
     # A good step in between starts the count again.
     assert worker.strategy.train_step(good, worker.loss_func)["actor_train/skipped_steps@max"] == 0
+
+
+@pytest.mark.parametrize("part", ["loss", "gradient"])
+def test_a_step_is_skipped_if_only_its_loss_or_only_its_gradient_is_not_finite(folder, tmp_path, part):
+    config = make_config("agentic", folder, output_dir=str(tmp_path), training_args={"learning_rate": 1e-2})
+    worker = local_worker("agentic", config)
+    totals = []
+
+    def broken(data, output):
+        loss, metrics = worker.loss_func(data, output)
+        zero = loss - loss.detach()
+        loss = loss + (torch.inf if part == "loss" else zero.sqrt())  # a constant; 0 with an infinite slope
+        totals.append(loss.item())
+        return loss, metrics
+
+    before = weights_of(worker)
+    metrics = worker.strategy.train_step(make_batch("agentic"), broken)
+    assert math.isfinite(sum(totals)) is (part == "gradient")
+    assert math.isfinite(metrics["actor_train/grad_norm"]) is (part == "loss")
+    assert metrics["actor_train/skipped_steps@max"] == 1
+    assert all(torch.equal(value, before[name]) for name, value in worker.strategy.model.state_dict().items())
+
+
+class Meeting(Ranks):
+    """Two ranks that come one after the other: the sums of the second include what the first brought."""
+
+    brought: ClassVar[list[list[float]]] = []
+
+    def sum(self, values):
+        self.brought.append(list(values))
+        return [sum(column) for column in zip(*self.brought, strict=True)]
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
+def test_a_rank_without_rows_counts_nothing(folder, pipeline, monkeypatch):
+    strategy = local_worker(pipeline, make_config(pipeline, folder)).strategy
+    batch = make_batch(pipeline)
+    alone = strategy.global_counts(batch)
+    idle = batch.slice(0, 1)
+    idle.meta_info = {**batch.meta_info, PLACEHOLDER: True}
+    strategy.ranks = Meeting(0, 1, strategy.device)
+    monkeypatch.setattr(Meeting, "brought", [])
+    strategy.global_counts(idle)
+    assert strategy.global_counts(batch) == alone
+    assert set(Meeting.brought[0]) == {0.0} and alone["global_valid_samples"]["default"] == len(batch)
 
 
 def test_three_bad_steps_in_a_row_stop_the_run_with_the_batch_on_disk(folder, tmp_path):

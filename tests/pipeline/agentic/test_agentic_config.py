@@ -1,5 +1,6 @@
 """AgenticConfig: ROLL's defaults, environments, groups and their arithmetic."""
 
+import subprocess
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from roll.configs.worker_config import WorkerConfig
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.agentic_config import (
+    PROMPTS_ARE_WHOLE,
     AgenticConfig,
     EnvManagerConfig,
     EnvMonitorConfig,
@@ -14,6 +16,10 @@ from roll.pipeline.agentic.agentic_config import (
     RewardConfig,
     RewardNormalizationConfig,
 )
+from roll.utils.import_utils import safe_import_class
+
+TRAJ = "roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
+STEP = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
 
 
 def agentic(**values) -> AgenticConfig:
@@ -182,9 +188,57 @@ def test_turns_as_rows_need_not_divide():
     assert config.rows_are_turns and config.max_turns is None
     with pytest.raises(ConfigError, match=r"rollout_batch_size: found 128 .* use 100 or 200"):
         agentic(actor_train=sizes, adv_estimator="grpo")
-    step = {"SimpleSokoban": {"env_manager_cls": "x.step_env_manager.StepEnvManager", "max_steps": 7}}
+    step = {"SimpleSokoban": {"env_manager_cls": STEP, "max_steps": 7}}
     config = agentic(actor_train=sizes, adv_estimator="grpo", custom_envs=step)
     assert config.rows_are_turns and config.max_turns == 7
+
+
+def with_manager(manager: str, **values) -> AgenticConfig:
+    return agentic(adv_estimator="grpo", custom_envs={"SimpleSokoban": {"env_manager_cls": manager}}, **values)
+
+
+def test_rows_are_turns_if_the_class_of_the_manager_says_so(tmp_path, monkeypatch):
+    (tmp_path / "stepan").mkdir()
+    (tmp_path / "stepan" / "code.py").write_text(
+        f"from {TRAJ.rpartition('.')[0]} import TrajEnvManager as Base\n"
+        f"from {STEP.rpartition('.')[0]} import StepEnvManager\n"
+        "class TrajEnvManager(Base): ...\n"
+        "class Walker(StepEnvManager): ...\n"
+        "class Joined(StepEnvManager):\n"
+        "    prompts_are_whole = False\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not with_manager("stepan.code.TrajEnvManager").rows_are_turns, "whatever its name and package"
+    assert with_manager("stepan.code.Walker").rows_are_turns, "a subclass of StepEnvManager"
+    assert not with_manager("stepan.code.Joined").rows_are_turns, "unless it says otherwise"
+    assert with_manager(STEP).rows_are_turns and not with_manager(TRAJ).rows_are_turns
+
+
+def test_managers_that_are_known_without_an_import_are_what_their_classes_say():
+    found = {path: safe_import_class(path) for path in PROMPTS_ARE_WHOLE}
+    assert found[STEP] is not None and found[TRAJ] is not None
+    for path, manager in found.items():
+        assert manager is None or manager.prompts_are_whole is PROMPTS_ARE_WHOLE[path]
+
+
+def test_to_know_whether_rows_are_turns_takes_no_torch():
+    script = (
+        "import sys; from roll.pipeline.agentic.agentic_config import AgenticConfig\n"
+        f"envs = {{'SimpleSokoban': {{'env_manager_cls': {STEP!r}}}}}\n"
+        "assert AgenticConfig(sequence_length=512, adv_estimator='grpo', custom_envs=envs).rows_are_turns\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+def test_a_manager_that_is_not_there_is_among_the_problems():
+    with pytest.raises(ConfigError) as caught:
+        with_manager("no_such_package.StepEnvManager", val_batch_size=0)
+    assert "custom_envs.SimpleSokoban.env_manager_cls: 'no_such_package.StepEnvManager'" in str(caught.value)
+    assert "there is no module 'no_such_package'" in str(caught.value) and "val_batch_size" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"'collections\.OrderedDict' is no environment manager; expected a subclass"):
+        with_manager("collections.OrderedDict")
 
 
 def test_a_judge():

@@ -9,7 +9,7 @@ import torch
 from agentic_setup import STEP, tiny_pipeline_config
 from safetensors.torch import load_file
 
-from roll.exceptions import ConfigError
+from roll.exceptions import ConfigError, DataError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline, GroupFilter
 from roll.utils.tracking import read_metrics
 
@@ -97,7 +97,8 @@ def test_resume_is_exact(tmp_path):
             pipeline.update_engine(step)
             batch, _ = pipeline.collect(step)
             assert batch is not None
-            batch = pipeline.add_advantages(pipeline.add_old_log_probs_and_values(pipeline.add_reference(batch)))
+            batch = pipeline.add_old_log_probs(pipeline.add_values(pipeline.add_reference(batch)))
+            batch = pipeline.add_advantages(batch)
             pipeline.train(step, batch)
             pipeline.end_step(step, {})
             if step == 1:
@@ -109,6 +110,43 @@ def test_resume_is_exact(tmp_path):
         assert {k: v for k, v in line.items() if k not in ignored and "do_checkpoint" not in k} == {
             k: v for k, v in other.items() if k not in ignored and "do_checkpoint" not in k
         }
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gigpo"])
+def test_a_dump_trains_again_from_itself_alone(tmp_path, estimator):
+    mock = {"enable": True, "mode": "dump", "dump_dir": str(tmp_path / "dump")}
+    options = {"adv_estimator": estimator, "batch_adjust_mode": "random_sample", "init_kl_coef": 0.1, "ppo_epochs": 2}
+    _, lines, weights = train(tmp_path, exp_name="dumped", rollout_mock=mock, **options)
+    mock["mode"] = "mock"
+    # No engine and no environments; what they sampled with is known from the settings of the role alone.
+    replay = {**options, "custom_envs": {}, "rollout_mock": mock, "eval_steps": 1, "val_batch_size": 256}
+    config = tiny_pipeline_config(tmp_path, GOOD, exp_name="replayed", **replay)
+    assert "actor_infer" not in config.active_roles() and "train_env" not in config.active_roles()
+    pipeline, again, replayed = train(tmp_path, exp_name="replayed", **replay)
+    assert pipeline.actor_infer is None and not pipeline.schedulers
+    assert all(torch.equal(weights[name], replayed[name]) for name in weights)
+    sampling = ("env/", "scheduler/", "rollout/template_drift", "system/weight_checksum")  # of what is not there
+    for old, new in zip(without_times(lines), without_times(again), strict=True):
+        assert {key: value for key, value in old.items() if not key.startswith(sampling)} == new
+    with pytest.raises(DataError, match=r"no dump for step 2 \(there are 2, step-000000 to step-000001\)"):
+        train(tmp_path, exp_name="longer", **{**replay, "max_steps": 3})
+    other = {"grpo": "step_reinforce", "gigpo": "reinforce"}[estimator]
+    rows = {"grpo": "episodes, expected turns", "gigpo": "turns, expected episodes"}[estimator]
+    with pytest.raises(DataError, match=f"found a dump whose rows are {rows}, because of adv_estimator={other}"):
+        train(tmp_path, exp_name="other", **{**replay, "adv_estimator": other})
+
+
+def test_a_folder_gets_every_sample(tmp_path):
+    val = {"num_env_groups": 2, "tags": ["Good"]}
+    options = {"eval_steps": 1, "val_env_manager": val, "val_batch_size": 2, "log_samples_per_step": 2}
+    pipeline, _, _ = train(tmp_path, rollout_dump_dir=str(tmp_path / "samples"), **options)
+    folders = [tmp_path / "samples" / "rollouts", pipeline.run_dir / "rollouts"]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1] and {"step-000000.jsonl", "step-000001.jsonl", "val-000000.jsonl"} <= set(names[0])
+    assert [len((folder / "step-000001.jsonl").read_text().splitlines()) for folder in folders] == [4, 2]
+    train(tmp_path, exp_name="only", rollout_dump_dir=str(tmp_path / "only"), log_samples_per_step=0, max_steps=1)
+    assert (tmp_path / "only" / "rollouts" / "step-000000.jsonl").exists()
+    assert not (tmp_path / "output" / "only" / "rollouts").exists()
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""Rollouts beside training, with an engine of threads: abort and continue, versions, staleness, resume."""
+"""Rollouts beside training, with an engine of threads: abort and continue, versions, staleness, resume.
+
+Tests wait for what happens, not for a time."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,35 +20,35 @@ from roll.pipeline.rlvr.samples import ScoredSample
 TOKENIZER = tiny_tokenizer()
 LENGTH = 6  # tokens of every response: 10, 11, 12 ... by position
 GROUPS, SAMPLES = 4, 2
+LONG = 120.0  # seconds, of waits that end at once unless something is broken
 
 
-class SlowEngine:
-    """Answers with one token a tick for all requests, until told to stop. Weights are a version number."""
+class Engine:
+    """Answers at once. Its first call stops after `hold_after` tokens, if that is given, until it is aborted. Weights
+    are a version number."""
 
     backend_name = "ray"
 
-    rpc_timeout = 20.0
+    rpc_timeout = LONG
 
-    def __init__(self, tick: float = 0.002) -> None:
-        self.tick = tick
+    def __init__(self, hold_after: int | None = None) -> None:
+        self.hold_after = hold_after
         self.version = 0
         self.calls: list[list[str]] = []
-        self._aborted = threading.Event()
+        self.holds, self._aborted = threading.Event(), threading.Event()
 
     def generate_requests(self, requests):
         self.calls.append([request.request_id for request in requests])
-        self._aborted.clear()
-        rows = [(request, i, []) for request in requests for i in range(request.num_samples)]
-        is_done = lambda request, new: len(request.prefix_ids) + len(new) == LENGTH  # noqa: E731
-        while not self._aborted.is_set() and not all(is_done(request, new) for request, _, new in rows):
-            time.sleep(self.tick)
-            for request, _, new in rows:
-                if not is_done(request, new):
-                    new.append(10 + len(request.prefix_ids) + len(new))
+        end, reason = LENGTH, "stop"
+        if self.hold_after is not None:
+            end, reason, self.hold_after = self.hold_after, "abort", None
+            self.holds.set()
+            assert self._aborted.wait(LONG)
         outputs = []
-        for request, i, new in rows:
-            reason = "stop" if is_done(request, new) else "abort"
-            outputs.append(GenerationOutput(request.request_id, i, new, [-1.0] * len(new), reason, self.version))
+        for request in requests:
+            for i in range(request.num_samples):
+                new = list(range(10 + len(request.prefix_ids), 10 + end))
+                outputs.append(GenerationOutput(request.request_id, i, new, [-1.0] * len(new), reason, self.version))
         return outputs
 
     def abort_requests(self):
@@ -78,33 +79,32 @@ def make(tmp_path, engine, *, score=lambda sample: 1.0, ratio=1.0, **overrides) 
 
 
 @pytest.fixture
-def engine() -> SlowEngine:
-    return SlowEngine()
+def engine() -> Engine:
+    return Engine()
 
 
-def steps(
-    collector: AsyncRolloutCollector, engine: SlowEngine, num: int, train: float = 0.0, first: int = 0
-) -> Iterator:
-    """The loop of the pipeline: pause, new weights, resume, collect, train."""
+def steps(collector: AsyncRolloutCollector, engine: Engine, num: int, first: int = 0, frequency: int = 1) -> Iterator:
+    """The loop of the pipeline: pause, new weights, resume, collect, and train until the next batch is there."""
     for step in range(first, first + num):
         with collector.paused(step):
-            engine.version = step
-        rollout = collector.collect(step)
-        time.sleep(train)
-        yield step, rollout
+            engine.version = step - step % frequency
+        yield step, collector.collect(step)
+        wait_until(collector, lambda: num_ready(collector) >= GROUPS)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """For another thread to get there, however busy the machine is."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 20 s"
-        time.sleep(0.001)
+def num_ready(collector: AsyncRolloutCollector) -> int:
+    return sum(map(len, collector._ready.values()))
+
+
+def wait_until(collector: AsyncRolloutCollector, condition: Callable[[], bool]) -> None:
+    """For another thread to get there."""
+    with collector._changed:
+        assert collector._changed.wait_for(condition, LONG)
 
 
 def test_training_overlaps_generation_and_staleness_is_bounded(tmp_path, engine):
     collector = make(tmp_path, engine)
-    for step, rollout in steps(collector, engine, 6, train=0.03):
+    for step, rollout in steps(collector, engine, 6):
         assert [len(group.samples) for group in rollout.groups] == [SAMPLES] * GROUPS
         assert rollout.metrics["rollout/staleness/max"] <= 1
         for group in rollout.groups:
@@ -120,20 +120,19 @@ def test_training_overlaps_generation_and_staleness_is_bounded(tmp_path, engine)
 
 
 def test_a_weight_update_interrupts_samples_that_go_on_with_the_new_weights(tmp_path):
-    engine = SlowEngine(tick=0.02)
+    engine = Engine(hold_after=2)
     collector = make(tmp_path, engine)
     with collector.paused(0):
         pass
-    wait_until(lambda: bool(engine.calls))
-    time.sleep(2.5 * engine.tick)  # some tokens of version 0
+    assert engine.holds.wait(LONG)  # two tokens of version 0
     with collector.paused(1):
         assert not collector._gate.is_busy
         engine.version = 1
     rollout = collector.collect(1)
     versions = [scored.sample.versions for group in rollout.groups for scored in group.samples]
-    assert all(list(row) == sorted(row) and len(row) == LENGTH for row in versions)
-    assert any(set(row) == {0, 1} for row in versions), "tokens of both policies in one sample"
-    assert rollout.metrics["rollout/continued_samples"] > 0 and rollout.metrics["rollout/mixed_version_samples"] > 0
+    assert versions == [(0, 0, 1, 1, 1, 1)] * GROUPS * SAMPLES, "tokens of both policies in one sample"
+    assert rollout.metrics["rollout/mixed_version_samples"] == GROUPS * SAMPLES
+    assert rollout.metrics["rollout/continued_samples"] >= GROUPS * SAMPLES
     # While nothing is generated a prompt is one request; samples that go on are requests of their own.
     assert engine.calls[0][0] == "0" and "0/0" in engine.calls[1]
     collector.close()
@@ -143,31 +142,54 @@ def test_no_more_prompts_are_started_than_the_ratio_allows(tmp_path, engine):
     collector = make(tmp_path, engine, ratio=2)
     with collector.paused(0):
         pass
-    wait_until(lambda: collector._next_number >= GROUPS * 3)
-    time.sleep(0.1)
-    assert collector._next_number == GROUPS * 3, "the batch of this step, and two ahead"
+    wait_until(collector, lambda: num_ready(collector) == GROUPS * 3)
+    assert num_started(collector) == GROUPS * 3, "the batch of this step, and two ahead"
     collector.collect(0)
-    time.sleep(0.1)
-    assert collector._next_number == GROUPS * 3, "until the next step begins"
+    assert num_started(collector) == GROUPS * 3, "until the next step begins"
     with collector.paused(1):
         pass
     collector.collect(1)
-    wait_until(lambda: collector._next_number >= GROUPS * 4)
-    time.sleep(0.1)
-    assert collector._next_number == GROUPS * 4
+    assert num_started(collector) == GROUPS * 4
     collector.close()
+
+
+def num_started(collector: AsyncRolloutCollector) -> int:
+    """Prompts, with those that the thread would start now; it may not have got to it yet."""
+    with collector._changed:
+        collector._has_work()
+        return collector._next_number
 
 
 def test_samples_that_got_too_old_are_dropped_and_replaced(tmp_path, engine):
     collector = make(tmp_path, engine)
     with collector.paused(0):
         engine.version = 0
-    wait_until(lambda: sum(map(len, collector._ready.values())) == 2 * GROUPS)  # of version 0
+    wait_until(collector, lambda: num_ready(collector) == 2 * GROUPS)  # of version 0
     with collector.paused(5):  # a run that jumps: weights are five steps further
         engine.version = 5
     rollout = collector.collect(5)
     assert rollout.metrics["rollout/staleness/max"] <= 1
     assert rollout.metrics["rollout/dropped/stale"] == 2 * GROUPS * SAMPLES
+    assert [sample.reason for sample in rollout.dropped] == ["stale"] * 2 * GROUPS * SAMPLES
+    collector.close()
+
+
+def test_what_is_dropped_is_replaced_at_once(tmp_path, engine):
+    collector = make(tmp_path, engine)
+    with collector.paused(0):
+        pass
+    wait_until(collector, lambda: num_ready(collector) == 2 * GROUPS)  # as many as may be: the thread has nothing to do
+    engine.version = 5
+    assert collector.collect(5).metrics["rollout/dropped/stale"] == 2 * GROUPS * SAMPLES
+    collector.close()
+
+
+def test_weights_that_are_copied_rarely_do_not_make_samples_too_old(tmp_path, engine):
+    infer = make_values(tmp_path)["actor_infer"]
+    collector = make(tmp_path, engine, actor_infer={**infer, "model_update_frequency": 3})
+    found = [rollout.metrics for _, rollout in steps(collector, engine, 7, frequency=3)]
+    assert [line["rollout/dropped/stale"] for line in found] == [0] * 7
+    assert max(line["rollout/staleness/max"] for line in found) == 3, "one step ahead, of weights two steps behind"
     collector.close()
 
 
@@ -191,7 +213,6 @@ def test_a_reward_that_drops_everything_does_not_wait_for_ever(tmp_path, engine)
 def test_prompts_that_were_started_are_answered_after_a_resume(tmp_path, engine):
     collector = make(tmp_path, engine)
     seen = [group.prompt.index for _, rollout in steps(collector, engine, 2) for group in rollout.groups]
-    wait_until(lambda: len(collector.state_dict()["jobs"]) >= GROUPS)  # ahead for the next step
     with collector.paused(2):
         state = collector.state_dict()
     collector.close()

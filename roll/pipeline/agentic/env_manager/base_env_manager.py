@@ -55,6 +55,10 @@ class BaseEnvManager:
         conversation: chat template and tokenizer.
         sampling: how answers are drawn; `max_new_tokens` is the limit of one answer.
         sequence_length: longest row, in tokens.
+
+    Attributes:
+        prompts_are_whole: every turn has a prompt of its own, so a trajectory becomes one row for each turn. A prompt
+            otherwise continues the turns before, and a trajectory becomes one row.
     """
 
     prompts_are_whole: ClassVar[bool] = False
@@ -168,6 +172,7 @@ class BaseEnvManager:
                 policy_version=output.policy_version,
                 finish_reason=output.finish_reason,
                 state=self._state,
+                newest_version=output.newest_version,
             )
         )
         self.context += output.token_ids

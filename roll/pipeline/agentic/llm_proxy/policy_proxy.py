@@ -43,12 +43,13 @@ class PolicyProxy(BaseLLMProxy):
 
 
 def joined(before: GenerationOutput | None, after: GenerationOutput) -> GenerationOutput:
-    """Two parts of one answer as one."""
-    if before is None:
+    """Two parts of one answer as one. A part without a token says nothing of its policy."""
+    if before is None or not before.token_ids:
         return after
     return replace(
         after,
         token_ids=[*before.token_ids, *after.token_ids],
         log_probs=[*before.log_probs, *after.log_probs],
-        policy_version=min(before.policy_version, after.policy_version),
+        policy_version=before.policy_version,  # versions only grow
+        newest_version=after.policy_version if after.token_ids else before.newest_version,
     )

@@ -1,7 +1,7 @@
 """Rollouts on disk: the batch of any step can be dumped, and trained again from the dump alone.
 
     rollout_mock: {enable: true, mode: dump, dump_dir: dumps}      writes dumps/train/step-000012 for every step
-    rollout_mock: {enable: true, mode: mock, dump_dir: dumps}      trains on them: no data, no engine, no rewards
+    rollout_mock: {enable: true, mode: mock, dump_dir: dumps}      trains on them: no data or environments, no engine
 
 A dump is the scored batch of a step, before anything that the trained models compute, in the form of `DataProto.save`.
 """

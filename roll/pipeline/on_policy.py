@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.configs.ppo_config import PPOConfig
 from roll.exceptions import RollError
-from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.utils.metrics.reduction import reduce_metrics
 
 
@@ -14,8 +14,8 @@ class OffPolicyError(RollError, RuntimeError):
     """The policy that is trained is not the one that sampled, although nothing should have changed in between."""
 
 
-def check_first_update(metrics: Mapping[str, Any], config: RLVRConfig) -> None:
-    """Stop if the ratio at the first update is too far from 1 (see `RLVRConfig.ratio_tolerance`)."""
+def check_first_update(metrics: Mapping[str, Any], config: PPOConfig) -> None:
+    """Stop if the ratio at the first update is too far from 1 (see `PPOConfig.ratio_tolerance`)."""
     reduced = reduce_metrics({key: value for key, value in metrics.items() if key.startswith("actor/first_ratio")})
     error, tolerance = reduced.get("actor/first_ratio_error@sum"), config.ratio_tolerance
     if error is None or tolerance is None or error <= tolerance:

@@ -6,7 +6,7 @@ from rlvr_setup import make_config, make_values
 
 from roll.pipeline.base_worker import first_update_metrics
 from roll.pipeline.loss_io import first_update_report, sampling_metrics
-from roll.pipeline.rlvr.on_policy import OffPolicyError, check_first_update
+from roll.pipeline.on_policy import OffPolicyError, check_first_update
 
 
 def test_gap_and_ratio_by_hand():
