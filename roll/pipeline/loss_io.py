@@ -51,12 +51,6 @@ def optional_column(data: DataProto, key: str) -> Any:
     return data[key] if key in data else None  # noqa: SIM401, a DataProto is not a dict
 
 
-def loss_mask(data: DataProto, mask_key: str) -> Tensor:
-    """(B, T), bool: response tokens, and of these the ones that the column `mask_key`, (B, T), selects."""
-    mask_BT = data["response_mask"][:, 1:].bool()
-    return mask_BT if mask_key == "response_mask" else mask_BT & data[mask_key].bool()
-
-
 def loss_counts(data: DataProto, mask_key: str, mask_BT: Tensor, config: Any) -> LossCounts:
     """The denominators of a loss over `mask_key`, whose (B, T) form is `mask_BT`; the constant of
     `seq-mean-token-sum-norm` is `config.loss_norm_factor`, else the padded width of the step.
