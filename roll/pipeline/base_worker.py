@@ -199,6 +199,8 @@ class ActorWorker(ModelWorker):
             ratio_type=RATIO_TYPES.get(ratio_type, ratio_type),
             agg_mode=config.loss_agg_mode,
             kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+            # Not a field of ROLL's configurations, so one written for them does not have it.
+            kl_kind=getattr(config, "kl_loss_type", "k3"),
             entropy_coef=config.entropy_loss_coef,
             **terms.counts,
             **options,

@@ -28,7 +28,7 @@ from roll.utils.metrics.reduction import reduce_metrics
 Metrics = MutableMapping[str, float]
 
 # Names that configurations use, where they differ from those of `roll.algorithms.policy_loss`.
-RATIO_TYPES = {"seq": "sequence"}
+RATIO_TYPES = {"seq": "sequence", "seq_token": "sequence_token"}
 LOG_RATIO_LIMIT = 20.0  # beyond which a ratio is as good as infinite
 # ROLL's names of the parts of a policy loss and of its statistics, with how micro-batches are reduced.
 _TAGS = {"ratio_max": "@max", "ratio_min": "@min"}

@@ -37,7 +37,7 @@ def compute_sample_weights(data: DataProto, pipeline_config: Any) -> Tensor:
 
 
 class ActorWorker(BaseActorWorker):
-    """An actor with row weights and an importance ratio per token or per row (`importance_sampling: seq`)."""
+    """An actor with row weights and an importance ratio per token, run or row (`importance_sampling`)."""
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """(weighted PPO + KL) * rl_loss_coef - entropy, on the tokens of `final_response_mask`.
