@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -102,7 +103,7 @@ class PPOConfig(BaseConfig):
     """Weight of that divergence."""
 
     kl_loss_type: Literal["k3", "low_var_kl", "k2", "mse", "abs", "k3+"] = "k3"
-    """Its estimator; on-policy the gradient is that of KL(reference, policy) for k3, of KL(policy, reference) for k2, k3+."""
+    """Its estimator. On-policy, `k3` has the gradient of KL(reference, policy), `k2` and `k3+` that of the reverse."""
 
     entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
@@ -274,7 +275,7 @@ class PPOConfig(BaseConfig):
         written = {"norm_mean_type": self.norm_mean_type, "norm_std_type": self.norm_std_type}
         return [] if norms is None else self._overridden_norms(written, norms)
 
-    def _overridden_norms(self, written: dict[str, str | None], norms: tuple[str, str | None]) -> list[str]:
+    def _overridden_norms(self, written: Mapping[str, str | None], norms: tuple[str, str | None]) -> list[str]:
         """One sentence about the keys that ask for another normalisation of rewards than the estimator's own."""
         pairs = zip(written.items(), norms, strict=True)
         keys = [f"{key}: {value}" for (key, value), norm in pairs if value not in (None, norm)]
@@ -300,9 +301,10 @@ class PPOConfig(BaseConfig):
         causes = [cause for cause, is_so in differ.items() if is_so]
         if not causes:
             return []
+        unit = "turn" if scope == "segment" else "row"
         return [
-            f"{key}: {scope} trains every token on the mean advantage of the {'turn' if scope == 'segment' else 'row'}, "
-            f"and {' and '.join(causes)} gives tokens advantages of their own; {key}: {scope}_token keeps those"
+            f"{key}: {scope} trains every token on the mean advantage of the {unit}, and {' and '.join(causes)} gives "
+            f"tokens advantages of their own; {key}: {scope}_token keeps those"
         ]
 
     def all_roles(self) -> dict[str, WorkerConfig]:

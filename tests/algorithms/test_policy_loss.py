@@ -268,7 +268,7 @@ def test_gspo_token_keeps_the_credit_of_each_token() -> None:
 
 
 def test_gspo_token_clips_whole_rows() -> None:
-    """The ratio of the row is clipped, by the sign of each token's advantage, however near a token is to its old self."""
+    """By the ratio of the row and the sign of each token's advantage, however little the token itself has moved."""
     columns = {
         "log_probs_BT": torch.tensor([[-1.0, -1.0]]),
         "old_log_probs_BT": torch.tensor([[-2.0, -1.0]]),

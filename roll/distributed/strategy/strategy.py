@@ -315,7 +315,7 @@ class InferenceStrategy(ABC):
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _model_inputs(self, data: DataProto) -> dict[str, Tensor | None]:
-        """Arguments of the model. Ids and positions under the attention mask are neutralised: padding may hold anything.
+        """Arguments of the model. Ids and positions under the mask are neutralised: padding may hold anything.
 
         Rows that start at column 0 and have no holes need no attention mask: a causal model cannot see the padding to
         their right, and without a mask torch picks its fastest attention. Positions that the caller chose need one:
@@ -403,8 +403,8 @@ def has_own_positions(batch: DataProto) -> bool:
     differs = not fits or bool(((channels_BCS != positions(mask_BS)[:, None]) & (mask_BS != 0)[:, None]).any())
     if differs and given.shape != mask_BS.shape:
         raise ValueError(
-            f"position_ids have shape {tuple(given.shape)}, expected {tuple(mask_BS.shape)}: one position per token of a "
-            "text model; several, as models that see images have them, only where all agree with attention_mask"
+            f"position_ids have shape {tuple(given.shape)}, expected {tuple(mask_BS.shape)}: one position per token "
+            "of a text model; several, as models that see images have them, only where all agree with attention_mask"
         )
     return differs
 

@@ -211,10 +211,10 @@ def test_environments_are_missing_for_training():
         (
             {"adv_estimator": "rloo", "reward_normalization": {"grouping": "batch", "method": "mean_std"}},
             [
-                "without effect: reward_normalization.norm_mean_type: batch, reward_normalization.norm_std_type: batch; "
-                "adv_estimator: rloo normalises rewards by its own rule (mean: leave_one_out, std: none)",
-                "without effect: reward_normalization.grouping: batch; adv_estimator: rloo compares the rows of a group, "
-                "by traj_group_id",
+                "without effect: reward_normalization.norm_mean_type: batch, reward_normalization.norm_std_type: "
+                "batch; adv_estimator: rloo normalises rewards by its own rule (mean: leave_one_out, std: none)",
+                "without effect: reward_normalization.grouping: batch; adv_estimator: rloo compares the rows of a "
+                "group, by traj_group_id",
             ],
         ),
         (
