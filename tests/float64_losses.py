@@ -70,10 +70,18 @@ def k3(lp: float, ref: float) -> float:
     return min(math.exp(x) - x - 1, 10.0)
 
 
+def kl_loss(kind: str, lp: float, ref: float, frozen: float) -> float:
+    """`frozen` is lp where its gradient is stopped."""
+    if kind == "k3+":
+        return k3(frozen, ref) + ((lp - ref) ** 2 - (frozen - ref) ** 2) / 2
+    return {"k3": k3(lp, ref), "mse": (lp - ref) ** 2 / 2, "abs": abs(lp - ref)}[kind]
+
+
 def log_ratios(lp: Rows, old: Rows, mask: Rows, keep: Rows | None, ratio_type: str) -> dict[tuple[int, int], float]:
     token = {(i, t): lp[i][t] - old[i][t] for i, t in cells(mask, keep)}
     if ratio_type == "token":
         return token
+    ratio_type = ratio_type.removesuffix("_token")
     result = {}
     for i, row in enumerate(mask):
         groups = runs(row) if ratio_type == "segment" else [[t for t in range(len(row)) if row[t]]]
@@ -109,6 +117,7 @@ def policy_loss(
     norm_factor: float | None = None,
     frozen_log_probs: Rows | None = None,
     tau: float = 0.1,
+    kl_kind: str = "k3",
 ) -> dict[str, Any]:
     """All parts and statistics. `frozen_log_probs`, if given, is used wherever a gradient is stopped."""
     kept = cells(mask, keep)
@@ -121,6 +130,8 @@ def policy_loss(
     log_rho = log_ratios(log_probs, old_log_probs, mask, keep, ratio_type)
     frozen = log_probs if frozen_log_probs is None else frozen_log_probs
     frozen_rho = log_ratios(frozen, old_log_probs, mask, keep, ratio_type)
+    if ratio_type.endswith("_token"):  # the shared ratio is a constant, times p / sg[p]
+        log_rho = {(i, t): value + log_probs[i][t] - frozen[i][t] for (i, t), value in frozen_rho.items()}
     loss, clipped = {}, {}
     for i, t in kept:
         rho, stopped, a, lp = (
@@ -148,12 +159,14 @@ def policy_loss(
             value = -a * lp if a > 0 else -min(stopped, 1.0) * a * lp
             clipped[i, t] = float(a <= 0 and stopped > 1)
         elif variant == "kimi15":
-            value = -a * lp + tau / 2 * min(max(log_rho[i, t], -20), 20) ** 2
+            value = -a * lp + tau / 2 * min(max(lp - old_log_probs[i][t], -20), 20) ** 2
         else:
             raise AssertionError(variant)
         loss[i, t] = value * (1.0 if is_weight is None else is_weight[i][t])
     pg, weighted = agg(loss), agg(loss, weights=sample_weights)
-    kl = 0.0 if ref_log_probs is None else agg({(i, t): k3(log_probs[i][t], ref_log_probs[i][t]) for i, t in kept})
+    kl = 0.0
+    if ref_log_probs is not None:
+        kl = agg({(i, t): kl_loss(kl_kind, log_probs[i][t], ref_log_probs[i][t], frozen[i][t]) for i, t in kept})
     ent = 0.0 if entropy is None else agg({(i, t): entropy[i][t] for i, t in kept})
     rho = {(i, t): bounded_exp(log_rho[i, t]) for i, t in kept}
     delta = {(i, t): log_probs[i][t] - old_log_probs[i][t] for i, t in kept}

@@ -68,6 +68,15 @@ def test_overrides_change_the_numbers(roll):
     assert [line.split()[-1] for line in output.splitlines() if line.startswith("optimizer steps per")] == ["8"]
 
 
+def test_settings_that_others_override_are_warnings(roll):
+    overrides = ("adv_estimator=grpo", "norm_std_type=batch", "importance_sampling=seq", "gamma=0.9")
+    sentences = load_config(RLVR, overrides, warn=False).config.cautions()
+    assert [sentence.split(":")[0] for sentence in sentences] == ["without effect", "importance_sampling"]
+    output = roll("check", RLVR, *overrides)[1]
+    assert all(f"warning: {sentence}" in output for sentence in sentences)
+    assert json.loads(roll("check", RLVR, *overrides, "--json")[1])["cautions"] == sentences
+
+
 def test_json(roll):
     values = json.loads(roll("check", RLVR, "--json")[1])
     assert values["pipeline"] == "rlvr"

@@ -9,13 +9,14 @@ import torch
 from tiny_models import VOCAB_SIZE, make_model_folder
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.checkpoint import random_states
 from roll.pipeline.agentic.agentic_actor_worker import ActorWorker as AgenticActorWorker
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.base_worker import CriticWorker
 from roll.pipeline.dpo.actor_worker import ActorWorker as DPOActorWorker
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.rlvr.actor_worker import ActorWorker as RLVRActorWorker
@@ -186,15 +187,20 @@ class RLVRProbe(_Probe, RLVRActorWorker): ...
 class DPOProbe(_Probe, DPOActorWorker): ...
 
 
-PROBES = {"agentic": AgenticProbe, "rlvr": RLVRProbe, "dpo": DPOProbe}
+class CriticProbe(_Probe, CriticWorker): ...
+
+
+PROBES = {"agentic": AgenticProbe, "rlvr": RLVRProbe, "dpo": DPOProbe, "critic": CriticProbe}
 
 
 def reference_gradients(pipeline: str, folder: str | Path, config: Any, batch: DataProto) -> dict[str, Tensor]:
     """Float64, the whole batch at once, through a logits tensor: no strategy, no micro-batches."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model_cls = AutoModelForTokenClassification if pipeline == "critic" else AutoModelForCausalLM
+    model = model_cls.from_pretrained(folder, dtype=torch.float64)
     worker = PROBES[pipeline](config.actor_train)
     worker.pipeline_config = config
-    worker.log_prob_temperature = getattr(config, "log_prob_temperature", 1.0)
+    if pipeline != "critic":
+        worker.log_prob_temperature = getattr(config, "log_prob_temperature", 1.0)
     data = DataProto.from_dict(
         {k: v.double() if v.is_floating_point() else v for k, v in batch.batch.items()}, meta_info=dict(batch.meta_info)
     )

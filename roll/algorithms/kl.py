@@ -14,6 +14,7 @@ KL_KINDS = {
     "k2": "mse",
     "k3": "k3",
     "low_var_kl": "k3",
+    "k3+": "k3+",
     "full": "full",
 }
 # exp() of a difference of log-probabilities stays finite, and so does its gradient.
@@ -24,13 +25,17 @@ MAX_K3 = 10.0
 def approx_kl(log_probs: Tensor, base_log_probs: Tensor, *, kind: str = "kl", mask: Tensor | None = None) -> Tensor:
     """Estimate KL(policy || base) for every token, exactly 0 where `mask` is 0. With d = log_probs - base_log_probs:
 
-    kl, k1           d              unbiased; negative for single tokens
-    abs              |d|
-    mse, k2          d^2 / 2        biased; as a loss on on-policy samples its gradient is that of the KL
-    k3, low_var_kl   e^-d + d - 1   unbiased, never negative; d saturates at +-20 and the value at 10, with gradient 0
+                                    as a reward                      as a loss: gradient by log_probs
+    kl, k1           d              unbiased; negative at times      1, whatever the base: no pull, only noise
+    abs              |d|            biased                           the sign of d
+    mse, k2          d^2 / 2        biased                           d: that of KL(policy || base)
+    k3, low_var_kl   e^-d + d - 1   unbiased, never negative         1 - e^-d: that of KL(base || policy)
+    k3+              as k3          as k3                            as k2
     full             sum_v e^lp_v (lp_v - base_v), from normalised log-probabilities of shape (B, T, V)
 
-    All but `full` take the log-probabilities of the sampled tokens, (B, T). Returns (B, T).
+    The last column is about the mean over tokens that the policy sampled. The d of `k3` saturates at +-20 and its value
+    at 10, with gradient 0; that of `k3+` at +-20. All but `full` take the log-probabilities of the sampled tokens,
+    (B, T). Returns (B, T).
     """
     if kind not in KL_KINDS:
         raise ValueError(f"unknown KL estimator {kind!r}; known: {', '.join(KL_KINDS)}")
@@ -53,7 +58,11 @@ def approx_kl(log_probs: Tensor, base_log_probs: Tensor, *, kind: str = "kl", ma
         return 0.5 * delta.square()
     # expm1 keeps the value accurate, and non-negative, where the two policies nearly agree.
     log_ratio = (-delta).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (torch.expm1(log_ratio) - log_ratio).clamp(0.0, MAX_K3)
+    k3 = (torch.expm1(log_ratio) - log_ratio).clamp(0.0, MAX_K3)
+    if kind == "k3":
+        return k3
+    k2 = 0.5 * log_ratio.square()
+    return k3.detach() + (k2 - k2.detach())
 
 
 def _full_kl(log_probs: Tensor, base_log_probs: Tensor, mask: Tensor | None) -> Tensor:

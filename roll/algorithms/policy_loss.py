@@ -20,7 +20,7 @@ from roll.algorithms.masking import check_mask, masked_mean, segment_masked_mean
 from roll.ops.scalars import NamedScalars, Scalar
 from roll.ops.token_loss import RESULTS, TokenLossInputs, TokenLossKind, can_fuse, token_loss
 
-RATIO_TYPES = ("token", "segment", "sequence")
+RATIO_TYPES = ("token", "segment", "sequence", "segment_token", "sequence_token")
 NO_KERNEL = ("none", 0.0, 0.0, 0.0)  # of surrogates that the GPU kernel does not know
 STATISTICS = (
     *("ppo_ratio_high_clipfrac", "ppo_ratio_low_clipfrac", "ppo_ratio_clipfrac", "clipfrac"),
@@ -32,8 +32,8 @@ class TokenTerms(NamedTuple):
     """What a surrogate is made of, each (B, T) and 0 (the ratio: 1) where masked."""
 
     log_probs_BT: Tensor
-    log_ratio_BT: Tensor
-    ratio_BT: Tensor
+    log_ratio_BT: Tensor  # log p - log p_old of each token alone, within +-20
+    ratio_BT: Tensor  # as `ratio_type` forms it
     advantages_BT: Tensor
 
 
@@ -195,7 +195,11 @@ class TOPR:
 
 @dataclass(frozen=True, kw_only=True)
 class KimiK15:
-    """-A log p + tau/2 (log p - log p_old)^2 (arXiv:2501.12599, eq. 3): stays near the old policy by a square."""
+    """-A log p + tau/2 (log p - log p_old)^2 (arXiv:2501.12599, eq. 3): stays near the old policy by a square.
+
+    As in ROLL, the square is that of each token, whatever the ratio type: a mean over tokens would let opposite moves
+    cancel, and the policy could go anywhere at no cost.
+    """
 
     tau: float = 0.1
     low: None = None
@@ -265,21 +269,30 @@ def importance_ratio(
 ) -> tuple[Tensor, Tensor]:
     """(log r, r) of each token, from log p - log p_old. r is 1 where masked.
 
-    token      every token its own ratio
-    segment    exp of the mean over the contiguous run of `mask_BT` that holds the token: one ratio for each turn
-    sequence   exp of the mean over the row: GSPO (arXiv:2507.18071)
+    token            every token its own ratio
+    segment          exp of the mean over the contiguous run of `mask_BT` that holds the token: one ratio for each turn
+    sequence         exp of the mean over the row: GSPO (arXiv:2507.18071)
+    segment_token,   the same value s, with the gradient of sg[s] p / sg[p]: what the paper calls GSPO-token, for turns
+    sequence_token   and for rows
 
     Tokens that are not in `keep_BT` leave the means, but do not split a segment. The log-ratio saturates at +-20, with
-    gradient 0. Gradients go through the means: a token gets 1/n of the gradient of its segment or row.
+    gradient 0. The gradients of `segment` and `sequence` go through the means: a token gets 1/n of the gradient of its
+    segment or row, which is that of the mean advantage. Those of the `_token` kinds go to each token with its own
+    advantage; where the tokens of a segment or row have one advantage, the two are the same.
     """
     if ratio_type not in RATIO_TYPES:
         raise ValueError(f"unknown ratio type {ratio_type!r}; known: {', '.join(RATIO_TYPES)}")
     kept_BT = mask_BT.bool() if keep_BT is None else mask_BT.bool() & keep_BT.bool()
-    if ratio_type == "segment":
+    scope, own_BT = ratio_type.removesuffix("_token"), log_ratio_BT
+    log_ratio_BT = own_BT if scope == ratio_type else own_BT.detach()
+    if scope == "segment":
         log_ratio_BT = segment_masked_mean(log_ratio_BT, mask_BT, keep_BT)
-    elif ratio_type == "sequence":
+    elif scope == "sequence":
         log_ratio_BT = masked_mean(log_ratio_BT, kept_BT, dim=-1).unsqueeze(-1).expand_as(log_ratio_BT)
-    log_ratio_BT = select(log_ratio_BT, kept_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean_BT = select(log_ratio_BT, kept_BT)
+    log_ratio_BT = mean_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if scope != ratio_type:
+        log_ratio_BT = log_ratio_BT + select(own_BT - own_BT.detach(), kept_BT & (mean_BT == log_ratio_BT))
     return log_ratio_BT, log_ratio_BT.exp()
 
 
@@ -363,10 +376,11 @@ def _plain_policy_loss(
 
     log_probs_BT, advantages_BT = select(log_probs_BT, kept_BT), select(inputs.advantages_BT, kept_BT)
     token_log_ratio_BT = log_probs_BT - select(inputs.old_log_probs_BT, kept_BT)
-    log_ratio_BT, ratio_BT = importance_ratio(
+    _, ratio_BT = importance_ratio(
         token_log_ratio_BT, inputs.mask_BT, ratio_type=kind.ratio_type, keep_BT=inputs.keep_BT
     )
-    loss_BT, clipped_BT = surrogate(TokenTerms(log_probs_BT, log_ratio_BT, ratio_BT, advantages_BT))
+    bounded_BT = token_log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    loss_BT, clipped_BT = surrogate(TokenTerms(log_probs_BT, bounded_BT, ratio_BT, advantages_BT))
     if inputs.is_weight_BT is not None:
         loss_BT = loss_BT * select(inputs.is_weight_BT, kept_BT, fill=1.0)
     pg = weighted_pg = aggregate(loss_BT)
@@ -406,7 +420,7 @@ def _is_known(kind: TokenLossKind, inputs: TokenLossInputs) -> bool:
         kind.surrogate != NO_KERNEL
         and kind.ratio_type in RATIO_TYPES
         and kind.agg_mode in AGGREGATION_MODES
-        and (inputs.ref_log_probs_BT is None or kind.kl_kind in ("kl", "abs", "mse", "k3"))
+        and (inputs.ref_log_probs_BT is None or kind.kl_kind in ("kl", "abs", "mse", "k3", "k3+"))
         and (isinstance(norm_factor, Tensor) or norm_factor > 0)
         and (weights_B is None or weights_B.shape == inputs.mask_BT.shape[:1])
     )

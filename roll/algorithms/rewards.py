@@ -94,7 +94,8 @@ def normalize_rewards(
     is all rows, `group` the rows of the same group (`groups`, see `group_index`), `running` what `running` has seen:
     the caller updates it, before this call if this batch is to count. `mean` may also be `leave_one_out`: the group
     without the row itself (RLOO). The standard deviation has ddof 1; one of a single value or at most 1e-6 divides by
-    nothing, any other by itself plus 1e-6. So a group of one, or of equal rewards, becomes exactly 0.
+    nothing, any other by itself plus 1e-6. So a group of one, or of equal rewards, becomes exactly 0 where the mean of
+    the group is subtracted; where no mean is (None), it keeps its rewards as they are.
     """
     if mean is not None and mean not in MEAN_SCOPES:
         raise ValueError(f"unknown norm_mean_type {mean!r}; known: None, {', '.join(MEAN_SCOPES)}")
@@ -143,7 +144,7 @@ def _moments(
 
 
 def zero_std_group_frac(rewards: Tensor, groups: Tensor) -> float:
-    """Share of groups whose rewards are all equal (a group of one included): they teach nothing."""
+    """Share of groups whose rewards are all equal (a group of one included): nothing in them is better or worse."""
     if not len(rewards):
         return 0.0
     _, std, count = _moments(rewards.double(), "group", groups, None)

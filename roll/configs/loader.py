@@ -50,13 +50,13 @@ class LoadedConfig:
     """Values that follow from other keys and were written differently."""
 
     def warnings(self) -> list[str]:
-        """At most two sentences: all keys without effect, all values that were replaced."""
+        """One sentence on all keys without effect, one on all values that were replaced, and the config's cautions."""
         sentences = []
         if self.ignored:
             sentences.append(f"accepted without effect: {', '.join(self.ignored)}")
         if self.replaced:
             sentences.append("set from other keys: " + ", ".join(str(item) for item in self.replaced))
-        return sentences
+        return sentences + self.config.cautions()
 
 
 def load_yaml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

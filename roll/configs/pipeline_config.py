@@ -266,6 +266,10 @@ class BaseConfig(ScheduleConfig):
                 problems.append(wrong(f"{role_key}.max_tokens_per_microbatch_in_train", budget, expected))
         return problems
 
+    def cautions(self) -> list[str]:
+        """Settings that do not do together what each says alone: one sentence each, with the names of the keys."""
+        return []
+
     def _settle_schedules(self) -> None:
         """A learning-rate schedule is as long as the run has optimizer steps."""
         for name, plan in self.batch_plans().items():

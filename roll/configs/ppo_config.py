@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from roll.configs.batch_plan import BatchPlan
 from roll.configs.config_model import UNUSED_IN_ROLL, AtLeastOne, AtLeastZero, Fraction, NonNegative, Number, Positive
@@ -22,6 +23,13 @@ from roll.configs.worker_config import (
 )
 
 ASYNC_CONCURRENCY = 1000  # Ray's own default for workers with async methods
+# Mean and standard deviation of rewards, of estimators that are defined by them; a test compares roll.algorithms.
+ESTIMATOR_NORMS: dict[str, tuple[str, str | None]] = {
+    "grpo": ("group", "group"),
+    "rloo": ("leave_one_out", None),
+    "dr_grpo": ("group", None),
+    "reinforce_plus_plus_baseline": ("group", None),
+}
 
 
 class PPOConfig(BaseConfig):
@@ -98,6 +106,9 @@ class PPOConfig(BaseConfig):
     kl_loss_coef: NonNegative = 0.0
     """Weight of that divergence."""
 
+    kl_loss_type: Literal["k3", "low_var_kl", "k2", "mse", "abs", "k3+"] = "k3"
+    """Its estimator. On-policy, `k3` has the gradient of KL(reference, policy), `k2` and `k3+` that of the reverse."""
+
     entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
 
@@ -114,8 +125,8 @@ class PPOConfig(BaseConfig):
 
     # KL penalty in the reward
 
-    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "full"] = "kl"
-    """Estimator of the divergence from the reference."""
+    kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl"] = "kl"
+    """Estimator of the divergence from the reference in the reward; `kl_loss_type` is that in the loss."""
 
     target_kl: Positive | None = None
     """Divergence that an adaptive penalty aims at; null keeps the penalty fixed."""
@@ -205,6 +216,21 @@ class PPOConfig(BaseConfig):
         "critic": "roll.pipeline.base_worker.CriticWorker",
     }
 
+    @field_validator("kl_penalty", "kl_loss_type", mode="before")
+    @classmethod
+    def _refuse_estimators(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == "full":
+            raise ValueError(
+                "it needs the probabilities of the whole vocabulary under both models, and only those of the sampled "
+                "tokens are computed; k3 comes nearest: unbiased and never negative"
+            )
+        if value in ("kl", "k1") and info.field_name == "kl_loss_type":
+            raise ValueError(
+                "as a loss its gradient does not depend on the reference, and is 0 in the mean: nothing would hold the "
+                "policy; k2 and k3+ have the gradient of the divergence"
+            )
+        return value
+
     def _settle_roles(self) -> None:
         super()._settle_roles()
         infer = self.actor_infer
@@ -249,6 +275,46 @@ class PPOConfig(BaseConfig):
             expected = f"null, because loss_agg_mode {self.loss_agg_mode} does not use it"
             problems.append(wrong("loss_norm_factor", self.loss_norm_factor, expected))
         return problems
+
+    def cautions(self) -> list[str]:
+        return [*super().cautions(), *self._norm_cautions(), *self._ratio_cautions()]
+
+    def _norm_cautions(self) -> list[str]:
+        norms = ESTIMATOR_NORMS.get(self.adv_estimator)
+        written = {"norm_mean_type": self.norm_mean_type, "norm_std_type": self.norm_std_type}
+        return [] if norms is None else self._overridden_norms(written, norms)
+
+    def _overridden_norms(self, written: Mapping[str, str | None], norms: tuple[str, str | None]) -> list[str]:
+        """One sentence about the keys that ask for another normalisation of rewards than the estimator's own."""
+        pairs = zip(written.items(), norms, strict=True)
+        keys = [f"{key}: {value}" for (key, value), norm in pairs if value not in (None, norm)]
+        mean, std = (norm or "none" for norm in norms)
+        rule = f"adv_estimator: {self.adv_estimator} normalises rewards by its own rule (mean: {mean}, std: {std})"
+        return [f"without effect: {', '.join(keys)}; {rule}"] if keys else []
+
+    def _ratio_cautions(self) -> list[str]:
+        """A ratio that tokens share passes on the mean of their advantages, which is news where they differ."""
+        key = "ratio_type" if "ratio_type" in type(self).model_fields else "importance_sampling"
+        scope = getattr(self, key, "token")
+        by_turn = scope == "segment" and self.adv_estimator == "agentic_reinforce"  # one advantage for each turn
+        if scope not in ("seq", "segment") or by_turn or self.actor_train.pg_variant not in (None, "ppo"):
+            return []
+        differ = {
+            "adv_estimator: gae": self.adv_estimator == "gae",
+            f"add_token_level_kl: true with init_kl_coef: {self.init_kl_coef:g}": (
+                self.add_token_level_kl and self.init_kl_coef > 0
+            ),
+            f"gamma: {self.gamma:g}": self.gamma < 1,
+            "whiten_rewards: true": self.whiten_rewards,
+        }
+        causes = [cause for cause, is_so in differ.items() if is_so]
+        if not causes:
+            return []
+        unit = "turn" if scope == "segment" else "row"
+        return [
+            f"{key}: {scope} trains every token on the mean advantage of the {unit}, and {' and '.join(causes)} gives "
+            f"tokens advantages of their own; {key}: {scope}_token keeps those"
+        ]
 
     def all_roles(self) -> dict[str, WorkerConfig]:
         roles = {"actor_train": self.actor_train, "actor_infer": self.actor_infer}

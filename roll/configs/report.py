@@ -10,8 +10,8 @@ from roll.configs.config_model import plain_values
 from roll.configs.loader import LoadedConfig
 from roll.configs.memory import MemoryEstimate, estimate_memory
 from roll.configs.pipeline_config import BaseConfig
+from roll.configs.ppo_config import ESTIMATOR_NORMS
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
 _UNITS = {"dpo": "pairs", "rlvr": "prompts", "agentic": "trajectories", "sft": "rows"}
 
 
@@ -43,6 +43,7 @@ class CheckReport:
             "memory": {name: {**asdict(item), "total": item.total} for name, item in self.memory.items()},
             "ignored": list(self.loaded.ignored),
             "replaced": [asdict(item) for item in self.loaded.replaced],
+            "cautions": config.cautions(),
             "remarks": self.remarks,
             "config": plain_values(config),
         }
@@ -128,6 +129,6 @@ def _remarks(config: BaseConfig) -> list[str]:
                 f"{name}: max_model_len {limit} cuts sequences short of sequence_length {config.sequence_length}"
             )
     estimator = getattr(config, "adv_estimator", None)
-    if estimator in GROUP_ESTIMATORS and getattr(config, "num_return_sequences_in_group", 2) == 1:
+    if estimator in ESTIMATOR_NORMS and getattr(config, "num_return_sequences_in_group", 2) == 1:
         remarks.append(f"{estimator} compares the samples of a prompt, and there is one: every advantage will be 0")
     return remarks

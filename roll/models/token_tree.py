@@ -68,9 +68,14 @@ class TokenTree:
 
 
 def token_tree(input_ids_BS: Tensor, attention_mask_BS: Tensor, *, round_to: int = 1) -> TokenTree | None:
-    """The tree of a right-padded batch, with a multiple of `round_to` nodes, or None where it would save too little."""
+    """The tree of a right-padded batch, with a multiple of `round_to` nodes, or None where it would save too little.
+
+    Ids under the mask may hold anything.
+    """
     batch_size, width = input_ids_BS.shape
     is_token_C = attention_mask_BS.flatten() != 0
+    # The first cell lends its node to the padding, and may be padding itself.
+    input_ids_BS = torch.where(attention_mask_BS != 0, input_ids_BS, 0)
     cells_C = torch.arange(batch_size * width, device=input_ids_BS.device)
     prefix_C = _prefix_hashes(input_ids_BS).flatten()
     prefix_C = torch.where(is_token_C, prefix_C, prefix_C[0])

@@ -126,7 +126,8 @@ def _launch(
     ]
     table = torch.zeros(1 + num_rows * kernels.NUM_COLUMNS.value, dtype=torch.float64, device=results.device)
     # Means of runs, and gradients through them, on their way.
-    spread = torch.empty(num_rows, width, device=results.device) if kind.ratio_type == "segment" else None
+    scope = kind.ratio_type.removesuffix("_token")
+    spread = torch.empty(num_rows, width, device=results.device) if scope == "segment" else None
     weights = None if inputs.sample_weights_B is None else inputs.sample_weights_B.contiguous()
     bounds = -math.inf if kind.low is None else kind.low, math.inf if kind.high is None else kind.high
     tile = max(16, min(TILE, 1 << (width - 1).bit_length()))
@@ -136,7 +137,8 @@ def _launch(
         *[0 if tensor is None else tensor.stride(0) for tensor in rows],
         *(*_count(inputs.num_tokens), *_count(inputs.num_sequences), *_count(inputs.norm_factor)),
         *(*kind.surrogate[1:], *bounds, kind.pg_coef, kind.kl_coef, kind.entropy_coef, width),
-        RATIO=kind.ratio_type,
+        RATIO=scope,
+        THROUGH_MEANS=kind.ratio_type in ("segment", "sequence"),
         SURROGATE=kind.surrogate[0],
         KL=kind.kl_kind,
         AGGREGATION=kind.agg_mode,

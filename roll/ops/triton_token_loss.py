@@ -25,8 +25,9 @@ def _clamp(x, low, high):
 
 
 @triton.jit
-def _surrogate(ratio, advantage, log_prob, log_ratio, first, second, third, KIND: tl.constexpr):
-    """(loss, its derivative by the log-prob, and by the log-ratio, whether a bound decided it) of every token."""
+def _surrogate(ratio, advantage, log_prob, gap, first, second, third, KIND: tl.constexpr):
+    """(loss, its derivative by the log-prob, and by that of the ratio, whether a bound decided it) of every token;
+    gap: the log-ratio of the token alone."""
     nothing = tl.zeros_like(ratio)
     clipped = nothing != 0.0
     loss, by_log_ratio = nothing, nothing
@@ -57,8 +58,9 @@ def _surrogate(ratio, advantage, log_prob, log_ratio, first, second, third, KIND
     if KIND != "ppo" and KIND != "ppo_dual":
         loss = by_log_prob * log_prob
     if KIND == "kimi15":
-        loss += 0.5 * first * log_ratio * log_ratio
-        by_log_ratio = first * log_ratio
+        bounded_gap = _clamp(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        loss += 0.5 * first * bounded_gap * bounded_gap
+        by_log_prob += tl.where(tl.abs(gap) > MAX_LOG_RATIO, 0.0, first * gap)
     return loss, by_log_prob, by_log_ratio, clipped
 
 
@@ -81,8 +83,12 @@ def _kl(delta, KIND: tl.constexpr):
         small = 0.5 * x * x * series
         value = tl.where(is_small, small, growth - x)
         growth = tl.where(is_small, small + x, growth)
-        saturated = (value > MAX_K3) | (tl.abs(delta) > MAX_LOG_RATIO)
-        return tl.where(value > MAX_K3, MAX_K3, value), tl.where(saturated, 0.0, -growth)
+        saturated = tl.abs(delta) > MAX_LOG_RATIO
+        slope = delta
+        if KIND == "k3":
+            saturated |= value > MAX_K3
+            slope = -growth
+        return tl.where(value > MAX_K3, MAX_K3, value), tl.where(saturated, 0.0, slope)
 
 
 @triton.jit
@@ -184,7 +190,8 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
     log_probs_b, old_b, advantages_b, mask_b, keep_b, is_weights_b, reference_b, entropy_b,
     tokens_at, num_tokens, sequences_at, num_sequences, norm_at, norm_factor,
     first, second, third, low, high, pg_coef, kl_coef, entropy_coef, width,
-    RATIO: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr, AGGREGATION: tl.constexpr, TILE: tl.constexpr,
+    RATIO: tl.constexpr, THROUGH_MEANS: tl.constexpr, SURROGATE: tl.constexpr, KL: tl.constexpr,
+    AGGREGATION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row: forwards for the number of its tokens and the means of its log-ratios, backwards for loss, metrics and
     gradient, and once more forwards where a gradient goes through such a mean. What is None is not there. table: a
@@ -261,7 +268,7 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
         log_ratio = _clamp(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = tl.exp(log_ratio)
         token_loss, by_log_prob, by_log_ratio, clipped = _surrogate(
-            ratio, _load(advantages, t, kept), log_prob, log_ratio, first, second, third, SURROGATE
+            ratio, _load(advantages, t, kept), log_prob, gap, first, second, third, SURROGATE
         )
         scale = tl.zeros_like(ratio).to(tl.float64) + pg_share
         if is_weights is not None:
@@ -280,13 +287,13 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
             slope = (-entropy_coef * share).to(tl.float32)
             tl.store(entropy_gradient + t, tl.where(kept, slope, 0.0), mask=inside)
         if gradient is not None:
-            if RATIO == "token":
+            if not THROUGH_MEANS:
                 direct += by_log_ratio
             tl.store(gradient + t, tl.where(kept, direct, 0.0), mask=inside)
             indirect = tl.where(kept, by_log_ratio, 0.0)
-            if RATIO == "sequence":
+            if THROUGH_MEANS and RATIO == "sequence":
                 through_mean += tl.sum(indirect)
-            elif RATIO == "segment":
+            elif THROUGH_MEANS and RATIO == "segment":
                 counts, totals = sums_in_runs(kept, indirect, valid & behind, run_count, run_total, FROM_RIGHT)
                 run_total = pick(totals, position, 0)
                 run_count = pick(counts, position, 0)
@@ -303,7 +310,7 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
         largest = tl.maximum(largest, tl.max(tl.where(kept, ratio, float("-inf"))))
         smallest = tl.minimum(smallest, tl.min(tl.where(kept, ratio, float("inf"))))
 
-    if gradient is not None and RATIO != "token":
+    if gradient is not None and THROUGH_MEANS:
         tl.debug_barrier()
         row_share = (through_mean / divisor).to(tl.float32)
         _add_through_means(gradient, mask, keep, spread, row_share, width, RATIO, TILE)

@@ -22,7 +22,6 @@ from roll.pipeline.loss_io import (
     LossCounts,
     Metrics,
     loss_counts,
-    loss_mask,
     optional_column,
     policy_metrics,
     report,
@@ -30,7 +29,7 @@ from roll.pipeline.loss_io import (
     surrogate_of,
 )
 from roll.pipeline.model_worker import ModelWorker
-from roll.utils.columns import column
+from roll.utils.columns import column, loss_mask
 from roll.utils.metrics.reduction import append_to_dict, flatten_sum
 from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
 
@@ -200,6 +199,8 @@ class ActorWorker(ModelWorker):
             ratio_type=RATIO_TYPES.get(ratio_type, ratio_type),
             agg_mode=config.loss_agg_mode,
             kl_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+            # Not a field of ROLL's configurations, so one written for them does not have it.
+            kl_kind=getattr(config, "kl_loss_type", "k3"),
             entropy_coef=config.entropy_loss_coef,
             **terms.counts,
             **options,
@@ -268,7 +269,7 @@ class ActorWorker(ModelWorker):
                 )
             return given
         if "sample_uuid" in data:
-            mask_BT = loss_mask(data, "response_mask") if mask_BT is None else mask_BT
+            mask_BT = loss_mask(data) if mask_BT is None else mask_BT
             return self._first_log_probs(data["sample_uuid"], log_probs.detach(), mask_BT)
         if not is_placeholder:
             return given
@@ -319,7 +320,7 @@ class CriticWorker(ModelWorker):
 
     def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, Metrics]:
         """Squared error to `returns`, clipped around the old `values` when `value_clip` is set; both (B, S-1)."""
-        mask_BT = loss_mask(data, "response_mask")
+        mask_BT = loss_mask(data)
         result = value_loss(
             values_BT=self.predicted_values(output_tensor),
             returns_BT=column(data, "returns", "the value loss"),

@@ -28,7 +28,7 @@ from roll.utils.metrics.reduction import reduce_metrics
 Metrics = MutableMapping[str, float]
 
 # Names that configurations use, where they differ from those of `roll.algorithms.policy_loss`.
-RATIO_TYPES = {"seq": "sequence"}
+RATIO_TYPES = {"seq": "sequence", "seq_token": "sequence_token"}
 LOG_RATIO_LIMIT = 20.0  # beyond which a ratio is as good as infinite
 # ROLL's names of the parts of a policy loss and of its statistics, with how micro-batches are reduced.
 _TAGS = {"ratio_max": "@max", "ratio_min": "@min"}
@@ -49,12 +49,6 @@ class LossCounts(TypedDict):
 def optional_column(data: DataProto, key: str) -> Any:
     """The column `key`, or None."""
     return data[key] if key in data else None  # noqa: SIM401, a DataProto is not a dict
-
-
-def loss_mask(data: DataProto, mask_key: str) -> Tensor:
-    """(B, T), bool: response tokens, and of these the ones that the column `mask_key`, (B, T), selects."""
-    mask_BT = data["response_mask"][:, 1:].bool()
-    return mask_BT if mask_key == "response_mask" else mask_BT & data[mask_key].bool()
 
 
 def loss_counts(data: DataProto, mask_key: str, mask_BT: Tensor, config: Any) -> LossCounts:

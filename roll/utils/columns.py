@@ -24,6 +24,20 @@ def column(data: DataProto, key: str, needed_by: str = "this step") -> Any:
     return data[key]
 
 
+def loss_mask(data: DataProto, key: str = "response_mask") -> Tensor:
+    """The tokens that a loss over the mask `key` sums over, and that its counts count: (B, T), bool.
+
+    `response_mask` is (B, S). Any other mask is (B, T) and selects among the response tokens: what it marks in a prompt
+    or in padding takes part in neither the sum nor the counts. Labels speak for themselves: all but -100.
+    """
+    mask = column(data, key, "the loss")
+    if key in ("labels", "labels_for_loss"):
+        return mask != -100
+    if key == "response_mask":
+        return mask[:, 1:] != 0
+    return (mask != 0) & loss_mask(data) if "response_mask" in data else mask != 0
+
+
 def with_columns(data: DataProto, metrics: Mapping[str, float] | None = None, /, **columns: Any) -> DataProto:
     """A batch with the columns of `data`, these added or replaced, and `metrics` added to those in `meta_info`.
 

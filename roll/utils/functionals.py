@@ -10,6 +10,8 @@ The usual order in a pipeline:
     data, reward_metrics = reward_postprocess(data, config, running)
     data, kl_metrics = compute_token_reward(data, config, kl_ctrl)
     data = compute_advantage(data, gamma=1.0, lambd=0.95, adv_estimator="gae", response_mask=...)
+
+ROLL's steps write into the batch that they are given; docs/differences-from-roll.md lists them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from roll.algorithms.masking import (
 )
 from roll.algorithms.returns import discounted_returns, gae
 from roll.algorithms.rewards import RunningMoments
+from roll.exceptions import ConfigError
 from roll.ops.log_probs import entropy_from_logits, log_probs_from_logits
 from roll.utils.balancing import batch_balance, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from roll.utils.columns import column, row_groups, with_columns
@@ -344,13 +347,18 @@ def compute_advantage(
     whiten_advantages: bool = False,
     whiten_rewards: bool = False,
     response_mask: Tensor | None = None,
+    pipeline_config: Any = None,
 ) -> DataProto:
     """Write `advantages`, `returns`, `raw_advantages` (B, T) from `token_level_rewards`, and for `gae` from `values`.
 
     All recurrences run over the valid tokens of `response_mask` (B, T; default `response_mask[:, 1:]`) only. Also
     replaces `token_level_rewards` by what was used (0 where masked, whitened if asked for) and `values` by 0 where
-    masked. With `advantage_clip`, `meta_info["metrics"]` gains `critic/advantage_clip_frac`.
+    masked. With `advantage_clip`, `meta_info["metrics"]` gains `critic/advantage_clip_frac`. ROLL reads only its
+    on-policy distillation from `pipeline_config`; a config that turns it on is an error here.
     """
+    for key in ("is_pure_opd", "use_opd"):
+        if getattr(pipeline_config, key, False):
+            raise ConfigError(f"{key}: found true, expected false; on-policy distillation is not supported")
     mask_BT = (column(data, "response_mask")[:, 1:] if response_mask is None else response_mask).bool()
     rewards_BT = column(data, "token_level_rewards")
     check_finite(rewards_BT, mask_BT, "token_level_rewards")

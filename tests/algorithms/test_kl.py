@@ -52,6 +52,35 @@ def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
     assert kl == pytest.approx(d * d / 2, rel=1e-2)
 
 
+@pytest.mark.parametrize("kind", TOKEN_KINDS)
+def test_gradients_as_a_loss(kind):
+    """The mean over the policy's own samples, exactly: all tokens of a vocabulary, each as often as it is sampled."""
+    logits = torch.randn(7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
+    base = distributions(4, (7,))
+    lp = logits.log_softmax(-1)
+    estimate = (lp.exp().detach() * approx_kl(lp[None], base[None], kind=kind)[0]).sum()
+    (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    divergence = {
+        "kl": torch.zeros(()) * logits.sum(),  # no pull at all
+        "mse": (lp.exp() * (lp - base)).sum(),
+        "k3+": (lp.exp() * (lp - base)).sum(),
+        "k3": (base.exp() * (base - lp)).sum(),
+        "abs": ((lp - base).detach().sign() * lp * lp.exp().detach()).sum(),
+    }[KL_KINDS[kind]]
+    (expected,) = torch.autograd.grad(divergence, logits)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_k3_plus_is_k3_and_saturates_with_zero_gradient():
+    lp = torch.tensor([[-100.0, -1.5, -1.0, -6.0]], requires_grad=True)
+    base = torch.tensor([[-1.0, -1.0, -math.inf, -1.0]])
+    kl = approx_kl(lp, base, kind="k3+")
+    kl.sum().backward()
+    assert torch.equal(kl, approx_kl(lp, base, kind="k3"))
+    assert lp.grad is not None
+    torch.testing.assert_close(lp.grad, torch.tensor([[0.0, -0.5, 0.0, -5.0]]))
+
+
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("kind", TOKEN_KINDS)
 def test_kl2_kl3_garbage_under_the_mask_changes_no_bit(kind, garbage):

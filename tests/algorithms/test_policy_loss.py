@@ -103,6 +103,8 @@ def test_ratio_types_by_hand() -> None:
     mask = torch.tensor([[1, 1, 0, 1, 0]])
     expected = {"token": [0.1, 0.3, 0.0, 0.5, 0.0], "segment": [0.2, 0.2, 0.0, 0.5, 0.0]}
     expected["sequence"] = [0.3, 0.3, 0.0, 0.3, 0.0]
+    expected |= {"segment_token": expected["segment"], "sequence_token": expected["sequence"]}
+    assert expected.keys() == set(RATIO_TYPES)
     for ratio_type, values in expected.items():
         log_rho, rho = importance_ratio(log_ratio, mask, ratio_type=ratio_type)
         torch.testing.assert_close(log_rho, torch.tensor([values]))
@@ -213,7 +215,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(ratio_
     mask = random_mask(seed)
     columns = policy_columns(seed, mask)
     log_probs, advantages = columns["log_probs_BT"], columns["advantages_BT"]
-    if ratio_type != "token":  # a shared ratio spreads the mean advantage; a constant one is its own mean
+    if ratio_type in ("segment", "sequence"):  # spread the mean advantage; a constant one is its own mean
         advantages = torch.where(mask.bool(), torch.randn(len(mask), 1), torch.zeros(()))
     on_policy = {"log_probs_BT": log_probs, "old_log_probs_BT": log_probs, "advantages_BT": advantages}
     loss, gradient = run(mask, on_policy, PPOClip(dual_clip=3.0), ratio_type=ratio_type, agg_mode="token-mean")
@@ -248,6 +250,80 @@ def test_a_shared_ratio_spreads_its_gradient_evenly() -> None:
     _, sequence = run(mask, columns, PPOClip(), ratio_type="sequence", agg_mode="token-mean")
     rho = math.exp(0.1 / 3)
     torch.testing.assert_close(sequence, torch.tensor([[-2.0, -2.0, 0.0, -2.0]]) * rho / 3)
+
+
+def test_gspo_token_keeps_the_credit_of_each_token() -> None:
+    mask = torch.tensor([[1, 1, 0, 1]])
+    columns = {
+        "log_probs_BT": torch.tensor([[-1.0, -1.2, 0.0, -0.7]]),
+        "old_log_probs_BT": torch.tensor([[-1.1, -1.2, 0.0, -0.7]]),
+        "advantages_BT": torch.tensor([[1.0, 3.0, 0.0, -2.0]]),
+    }
+    expected = {"segment_token": [math.exp(0.05)] * 3 + [1.0], "sequence_token": [math.exp(0.1 / 3)] * 4}
+    for ratio_type, rho in expected.items():
+        loss, gradient = run(mask, columns, PPOClip(), ratio_type=ratio_type, agg_mode="token-mean")
+        torch.testing.assert_close(gradient, -torch.tensor([rho]) * columns["advantages_BT"] / 3)
+        shared, _ = run(mask, columns, PPOClip(), ratio_type=ratio_type.removesuffix("_token"), agg_mode="token-mean")
+        assert torch.equal(loss.total, shared.total) and torch.equal(loss.details.ratio_BT, shared.details.ratio_BT)
+
+
+def test_gspo_token_clips_whole_rows() -> None:
+    """By the ratio of the row and the sign of each token's advantage, however little the token itself has moved."""
+    columns = {
+        "log_probs_BT": torch.tensor([[-1.0, -1.0]]),
+        "old_log_probs_BT": torch.tensor([[-2.0, -1.0]]),
+        "advantages_BT": torch.tensor([[-1.0, 1.0]]),
+    }
+    _, gradient = run(torch.ones(1, 2), columns, PPOClip(), ratio_type="sequence_token", agg_mode="token-mean")
+    torch.testing.assert_close(gradient, torch.tensor([[math.exp(0.5) / 2, 0.0]]))
+
+
+@pytest.mark.parametrize("scope", ["segment", "sequence"])
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize("name", SURROGATES)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=10, deadline=None)
+def test_gspo_token_is_gspo_where_the_tokens_of_a_row_have_one_advantage(
+    name: str, mode: str, scope: str, seed: int
+) -> None:
+    mask = random_mask(seed)
+    columns = policy_columns(seed, mask) | {"is_weight_BT": None}
+    advantages = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(seed))
+    columns["advantages_BT"] = torch.where(mask.bool(), advantages, torch.zeros(()))
+    loss, gradient = run(mask, columns, SURROGATES[name][0], ratio_type=scope, agg_mode=mode, **FULL)
+    token, token_gradient = run(mask, columns, SURROGATES[name][0], ratio_type=f"{scope}_token", agg_mode=mode, **FULL)
+    assert torch.equal(token.total, loss.total)
+    torch.testing.assert_close(token_gradient, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ratio_type", RATIO_TYPES)
+def test_kimi15_moves_that_cancel_in_the_mean_cost_what_they_cost(ratio_type: str) -> None:
+    """Two tokens of one row move by +1 and -1: tau/2 each, with tau times the move as gradient."""
+    columns = {
+        "log_probs_BT": torch.tensor([[-1.0, -3.0]]),
+        "old_log_probs_BT": torch.tensor([[-2.0, -2.0]]),
+        "advantages_BT": torch.zeros(1, 2),
+    }
+    loss, gradient = run(torch.ones(1, 2), columns, KimiK15(tau=0.4), ratio_type=ratio_type, agg_mode="token-mean")
+    assert loss.total.item() == pytest.approx(0.2)
+    torch.testing.assert_close(gradient, torch.tensor([[0.2, -0.2]]))
+
+
+@pytest.mark.parametrize("kl_kind", ["k3", "low_var_kl", "k2", "mse", "abs", "k3+"])
+def test_the_kl_loss_matches_plain_loops_in_float64(kl_kind: str) -> None:
+    for seed in range(3):
+        mask = random_mask(seed, empty_row=seed == 2)
+        columns = policy_columns(seed, mask)
+        loss, gradient = run(mask, columns, PPOClip(), agg_mode="token-mean", kl_coef=0.5, kl_kind=kl_kind)
+        arguments = lists(
+            **{key.removesuffix("_BT"): value.double() for key, value in columns.items()},
+            mask=mask,
+            kl_coef=0.5,
+            kl_kind={"low_var_kl": "k3", "k2": "mse"}.get(kl_kind, kl_kind),
+        )
+        assert loss.kl.item() == pytest.approx(reference.policy_loss(**arguments)["kl"], rel=2e-5, abs=1e-6)
+        expected = torch.tensor(reference.policy_gradient(**arguments))
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("ratio_type", RATIO_TYPES)

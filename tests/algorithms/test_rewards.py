@@ -51,6 +51,22 @@ def test_rp3_batch_mean_with_group_std_is_one_reward_per_row():
     assert singles.tolist() == [-1, -2, 0, 3]
 
 
+@pytest.mark.parametrize("std", SCOPES)
+@pytest.mark.parametrize("mean", (*SCOPES, "leave_one_out"))
+def test_a_group_of_one_or_of_equal_rewards(mean, std):
+    """Exactly 0 where the mean of the group is subtracted, itself where nothing is done to it."""
+    rewards, groups = torch.tensor([0.7, 0.3, 0.3, 0.3, 5.0, 1.0]), torch.tensor([0, 1, 1, 1, 2, 2])
+    running = RunningMoments()
+    running.update(rewards)
+    out = normalize_rewards(rewards, mean=mean, std=std, groups=groups, running=running)[:4]
+    if mean in ("group", "leave_one_out"):
+        assert out.tolist() == [0, 0, 0, 0]
+    elif mean is None and std in (None, "group"):
+        assert torch.equal(out, rewards[:4])
+    else:
+        assert (out != 0).all() and out[1:].unique().numel() == 1
+
+
 def test_rloo_by_hand():
     groups = torch.tensor([0, 0, 0, 1])
     out = normalize_rewards(R, mean="leave_one_out", groups=groups)

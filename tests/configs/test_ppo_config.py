@@ -2,6 +2,7 @@
 
 import pytest
 
+from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from roll.configs.base_config import (
     PPOConfig,
     TrainInferCorrectionConfig,
@@ -9,6 +10,7 @@ from roll.configs.base_config import (
     TrainInferISWeightConfig,
     TransferBackendArguments,
 )
+from roll.configs.ppo_config import ESTIMATOR_NORMS
 from roll.exceptions import ConfigError
 
 
@@ -172,7 +174,14 @@ def test_schedules_are_as_long_as_there_are_optimizer_steps():
         ({"reward_clip": -1}, "reward_clip: found -1 .* at least 0"),
         ({"advantage_clip": 0}, "advantage_clip: found 0 .* greater than 0"),
         ({"ppo_epochs": 0}, "ppo_epochs: found 0 .* at least 1"),
-        ({"kl_penalty": "k4"}, "kl_penalty: found .* expected one of kl, k1, abs, mse, k2, k3, low_var_kl, full"),
+        ({"kl_penalty": "k4"}, "kl_penalty: found .* expected one of kl, k1, abs, mse, k2, k3, low_var_kl;"),
+        (
+            {"kl_penalty": "full"},
+            'kl_penalty: found "full" .*whole vocabulary.*only those.*; k3 comes nearest',
+        ),
+        ({"kl_loss_type": "full"}, 'kl_loss_type: found "full" .*whole vocabulary.*; k3 comes nearest'),
+        ({"kl_loss_type": "k1"}, 'kl_loss_type: found "k1" .*does not depend on the reference.*k2 and k3'),
+        ({"kl_loss_type": "k4"}, "kl_loss_type: found .* expected one of k3, low_var_kl, k2, mse, abs, k3"),
         ({"adv_estimator": "gro"}, 'reinforce_plus_plus_baseline; did you mean "grpo"'),
         ({"loss_agg_mode": "mean"}, "loss_agg_mode: found .* expected one of token-mean"),
         ({"norm_mean_type": "all"}, "norm_mean_type: found .* expected one of batch, group, running"),
@@ -211,3 +220,48 @@ def test_missing_for_training_names_strategy_and_model():
         str(problem) == "pretrain: missing; a folder or a Hugging Face name of the model for actor_train, actor_infer"
     )
     assert ppo(**{**dict(config), "pretrain": "some/model"}).missing_for_training() == []
+
+
+def test_norms_of_estimators_are_those_of_the_algorithms():
+    norms = {name: item.reward_norm for name, item in ADVANTAGE_ESTIMATORS.items() if item.reward_norm is not None}
+    assert {name: (norm.mean, norm.std) for name, norm in norms.items()} == ESTIMATOR_NORMS
+
+
+@pytest.mark.parametrize(
+    ("estimator", "mean", "std", "sentences"),
+    [
+        ("reinforce", "batch", "running", []),
+        ("gae", "group", "group", []),
+        ("grpo", None, None, []),
+        ("grpo", "group", "group", []),
+        (
+            "grpo",
+            "batch",
+            "group",
+            [
+                "without effect: norm_mean_type: batch; adv_estimator: grpo normalises rewards by its own rule "
+                "(mean: group, std: group)"
+            ],
+        ),
+        (
+            "dr_grpo",
+            "group",
+            "group",
+            [
+                "without effect: norm_std_type: group; adv_estimator: dr_grpo normalises rewards by its own rule "
+                "(mean: group, std: none)"
+            ],
+        ),
+        (
+            "rloo",
+            "group",
+            "batch",
+            [
+                "without effect: norm_mean_type: group, norm_std_type: batch; adv_estimator: rloo normalises rewards "
+                "by its own rule (mean: leave_one_out, std: none)"
+            ],
+        ),
+    ],
+)
+def test_norms_that_the_estimator_overrides_are_named(estimator, mean, std, sentences):
+    assert ppo(adv_estimator=estimator, norm_mean_type=mean, norm_std_type=std).cautions() == sentences

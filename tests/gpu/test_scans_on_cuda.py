@@ -96,7 +96,7 @@ def test_aggregation(agg_mode: str, seed: int) -> None:
     check_token_loss((3, 300), seed, "cuda", **options, **counts)
 
 
-@pytest.mark.parametrize("kl_kind", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("kl_kind", ["k1", "abs", "k2", "k3", "k3+"])
 def test_kl(kl_kind: str, seed: int) -> None:
     check_token_loss((3, 300), seed, "cuda", surrogate=SURROGATES[0], kl_kind=kl_kind, **FULL)
 

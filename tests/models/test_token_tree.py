@@ -60,6 +60,15 @@ def test_two_rows_by_hand():
     assert tree.cell_N.tolist() == [0, 1, 2, 6, 7]
 
 
+@pytest.mark.parametrize("garbage", [-100, -1, 10**6, 2**62])
+def test_ids_of_padding_may_be_anything(garbage):
+    ids, mask = batch_of([[5, 6], [5, 6, 7], [5, 6, 8, 9]])
+    mask[0] = 0  # so the first cell, whose node padding takes, is padding itself
+    tree = token_tree(torch.where(mask != 0, ids, garbage), mask)
+    assert tree.ids_1N.tolist() == [[0, 5, 6, 7, 8, 9]]
+    assert tree.node_BS[1:].tolist() == [[1, 2, 3, 0], [1, 2, 4, 5]]
+
+
 def test_the_same_token_after_other_tokens_is_another_node():
     tree = token_tree(*batch_of([[1, 2, 3], [9, 2, 3], [1, 2, 3]]))
     assert tree.node_BS.tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]

@@ -49,9 +49,9 @@ def test_surrogates(surrogate: algorithm.Surrogate) -> None:
     check_token_loss((3, 20), 1, "cpu", **{**FULL, "surrogate": surrogate})
 
 
-@pytest.mark.parametrize("ratio_type", ["segment", "sequence"])
+@pytest.mark.parametrize("ratio_type", RATIO_TYPES[1:])
 @pytest.mark.parametrize("surrogate", [SURROGATES[1], SURROGATES[-1]], ids=str)
-def test_gradients_through_means(surrogate: algorithm.Surrogate, ratio_type: str) -> None:
+def test_gradients_of_shared_ratios(surrogate: algorithm.Surrogate, ratio_type: str) -> None:
     check_token_loss((3, 20), 1, "cpu", **{**FULL, "surrogate": surrogate, "ratio_type": ratio_type})
 
 
@@ -91,8 +91,11 @@ def test_what_is_not_given(without: tuple[str, ...]) -> None:
     check_token_loss((3, 20), 4, "cpu", without=without, **FULL, ratio_type="segment")
 
 
-def test_ratios_and_kl_saturate() -> None:
-    check_token_loss((3, 20), 5, "cpu", spread=30.0, tolerance=1e-5, **FULL)
+@pytest.mark.parametrize("ratio_type", RATIO_TYPES)
+@pytest.mark.parametrize("kl_kind", ["k3", "k3+"])
+def test_ratios_and_kl_saturate(ratio_type: str, kl_kind: str) -> None:
+    check_token_loss((3, 20), 5, "cpu", spread=30.0, tolerance=1e-5, **FULL, ratio_type=ratio_type, kl_kind=kl_kind)
+    check_token_loss((3, 20), 5, "cpu", spread=30.0, tolerance=1e-5, **{**FULL, "surrogate": SURROGATES[-1]})
 
 
 def test_counts_on_the_device_and_none_at_all() -> None:

@@ -1,23 +1,35 @@
 """compute_advantage: columns, metrics, errors, and the three steps together."""
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from loss_cases import GARBAGE
-from reward_batches import advantage_batch, assert_unchanged, reward_config, snapshot, token_batch
+from reward_batches import NAN, advantage_batch, assert_unchanged, reward_config, snapshot, token_batch
 from torch import Tensor
 
 from roll.distributed.scheduler.protocol import DataProto
+from roll.exceptions import ConfigError
+from roll.pipeline.agentic.utils import (
+    agentic_compute_advantage,
+    compute_response_level_rewards,
+    get_agentic_response_level_mask,
+)
+from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.utils.functionals import (
     RunningMoments,
+    apply_kl_penalty,
     compute_advantage,
     compute_token_reward,
     difficulty_mask,
     get_sample_level_mask,
     group_reward_norm,
+    reduce_metrics,
     reward_postprocess,
+    union_two_dict,
 )
 from roll.utils.kl_controller import AdaptiveKLController, FixedKLController
 
@@ -180,3 +192,62 @@ def test_inputs_and_configs_are_never_changed():
     )  # fmt: skip
     get_sample_level_mask(batch, flags)
     assert_unchanged(before, batch, config)
+
+
+@pytest.mark.parametrize("compute", [compute_advantage, agentic_compute_advantage])
+def test_rolls_call_with_the_whole_config(compute):
+    options = {"gamma": 0.9, "lambd": 0.8, "adv_estimator": "gae", "whiten_advantages": True, "advantage_clip": 0.7}
+    expected = compute(advantage_batch(), **options)
+    config = RLVRConfig(prompt_length=8, sequence_length=16)
+    for given in (None, config, SimpleNamespace(), SimpleNamespace(use_opd=False, is_pure_opd=False)):
+        data = compute(data=advantage_batch(), response_mask=None, pipeline_config=given, **options)
+        assert_unchanged(snapshot(expected), data)
+    for key in ("use_opd", "is_pure_opd"):
+        with pytest.raises(ConfigError, match=f"{key}: found true, .*on-policy distillation is not supported"):
+            compute(advantage_batch(), **options, pipeline_config=SimpleNamespace(**{key: True}))
+
+
+def differences_page() -> str:
+    return " ".join((Path(__file__).parents[2] / "docs" / "differences-from-roll.md").read_text("utf-8").split())
+
+
+def test_steps_that_roll_does_in_place_return_a_new_batch():
+    """The ones that docs/differences-from-roll.md lists, and no others of these two modules."""
+    config = reward_config(
+        max_len_mask=True, difficulty_mask=True, difficulty_low_threshold=0.1, difficulty_high_threshold=0.9,
+        error_max_len_clip=False, episode_reward_weight=1.0, step_reward_weight=1.0, adv_estimator="grpo",
+        reward_normalization=SimpleNamespace(grouping="batch", norm_mean_type="batch", norm_std_type=None),
+    )  # fmt: skip
+    control = FixedKLController(0.1)
+    steps = {
+        "reward_postprocess": lambda batch: reward_postprocess(batch, config, None)[0],
+        "group_reward_norm": lambda batch: group_reward_norm(batch, n_sample=2),
+        "get_sample_level_mask": lambda batch: get_sample_level_mask(batch, config)[0],
+        "difficulty_mask": lambda batch: difficulty_mask(batch, n_sample=2),
+        "compute_token_reward": lambda batch: compute_token_reward(batch, config, control)[0],
+        "apply_kl_penalty": lambda batch: apply_kl_penalty(batch, control)[0],
+        "compute_advantage": lambda batch: compute_advantage(batch, 1.0, 1.0, "gae"),
+        "agentic_compute_advantage": lambda batch: agentic_compute_advantage(batch, 1.0, 1.0, "gae"),
+        "compute_response_level_rewards": lambda batch: compute_response_level_rewards(batch, config)[0],
+        "get_agentic_response_level_mask": lambda batch: get_agentic_response_level_mask(batch, config)[0],
+    }
+    listed = differences_page().split("return a new batch: ")[1].split(". ")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == steps.keys()
+    for name, step in steps.items():
+        batch = token_batch(
+            scores=torch.tensor([1.0, 0.0]), responses=torch.zeros(2, 3), values=torch.zeros(2, 4),
+            token_level_rewards=torch.tensor([[0.5, NAN, 1.0, NAN], [NAN, 0.0, 2.0, 0.0]]),
+        )  # fmt: skip
+        before = snapshot(batch)
+        changed = step(batch)
+        assert_unchanged(before, batch)
+        with pytest.raises(AssertionError):
+            assert_unchanged(snapshot(changed), batch)
+        assert changed is not batch, name
+
+
+def test_helpers_that_roll_does_in_place_return_a_new_dict():
+    metrics, other = {"a": [1.0, 3.0]}, {"b": 2}
+    assert reduce_metrics(metrics) == {"a": 2.0} and union_two_dict(metrics, other) == {**metrics, "b": 2}
+    assert metrics == {"a": [1.0, 3.0]} and other == {"b": 2}
+    assert "`reduce_metrics` and `union_two_dict` return a new dict" in differences_page()

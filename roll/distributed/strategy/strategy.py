@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from roll.datasets.collator import positions
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.micro_batches import (
     MicroBatch,
@@ -171,7 +172,7 @@ class InferenceStrategy(ABC):
 
     def forward_model(self, data: DataProto) -> ModelOutput:
         """One forward pass of the model over a micro-batch; logits are not built when the head allows it."""
-        if self.shares_prefixes and data.meta_info["right_padded"]:
+        if self.shares_prefixes and data.meta_info["right_padded"] and not data.meta_info["own_positions"]:
             round_to = 1 if self.device.type == "cpu" else GPU_MULTIPLE
             tree = token_tree(
                 data["input_ids"].to(self.device), data["attention_mask"].to(self.device), round_to=round_to
@@ -314,17 +315,20 @@ class InferenceStrategy(ABC):
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _model_inputs(self, data: DataProto) -> dict[str, Tensor | None]:
-        """Arguments of the model. Ids under the attention mask are neutralised: padding may hold anything.
+        """Arguments of the model. Ids and positions under the mask are neutralised: padding may hold anything.
 
         Rows that start at column 0 and have no holes need no attention mask: a causal model cannot see the padding to
-        their right, and without a mask torch picks its fastest attention.
+        their right, and without a mask torch picks its fastest attention. Positions that the caller chose need one:
+        without it transformers takes a step other than 1 for the start of another sequence.
         """
         attention_mask = data["attention_mask"].to(self.device)
         input_ids = data["input_ids"].to(self.device)
         input_ids = torch.where(attention_mask != 0, input_ids, self.tokenizer.pad_token_id)
-        if data.meta_info["right_padded"]:
+        if data.meta_info["right_padded"] and not data.meta_info["own_positions"]:
             return {"input_ids": input_ids, "attention_mask": None, "position_ids": None}
-        position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
+        position_ids = positions(attention_mask)
+        if data.meta_info["own_positions"]:
+            position_ids = torch.where(attention_mask != 0, data["position_ids"].to(self.device), position_ids)
         return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
 
     def same_length_on_all_ranks(self, plan: list[Rows], unit: int = 1) -> list[Rows]:
@@ -333,10 +337,13 @@ class InferenceStrategy(ABC):
 
     def _micro_batches(self, batch: DataProto, plan: list[Rows]) -> Iterator[MicroBatch]:
         """The micro-batches of a plan, on the device. An empty one stands for a rank that only keeps step: row 0."""
-        right_padded = is_right_padded(batch["attention_mask"])
+        layout = {
+            "right_padded": is_right_padded(batch["attention_mask"]),
+            "own_positions": has_own_positions(batch),
+        }
         for rows in plan:
             micro = make_micro_batch(batch, rows or [0])
-            micro.data.meta_info = {**batch.meta_info, "right_padded": right_padded}
+            micro.data.meta_info = {**batch.meta_info, **layout}
             micro.data.to(self.device)
             yield micro
 
@@ -380,6 +387,26 @@ def is_right_padded(attention_mask_BS: Tensor) -> bool:
     """True when every row's attended tokens are its first ones, without holes."""
     attended = attention_mask_BS != 0
     return bool((attended.long().diff(dim=1) <= 0).all())
+
+
+def has_own_positions(batch: DataProto) -> bool:
+    """Whether the column `position_ids` puts any attended token elsewhere than the attention mask does.
+
+    ROLL gives models that also see images positions of several channels, (B, C, S). Channels that all agree with the
+    mask say nothing new; other ones have no meaning for a text model.
+    """
+    if "position_ids" not in batch:
+        return False
+    given, mask_BS = batch["position_ids"], batch["attention_mask"]
+    channels_BCS = given if given.dim() == 3 else given[:, None]
+    fits = channels_BCS.shape[::2] == mask_BS.shape
+    differs = not fits or bool(((channels_BCS != positions(mask_BS)[:, None]) & (mask_BS != 0)[:, None]).any())
+    if differs and given.shape != mask_BS.shape:
+        raise ValueError(
+            f"position_ids have shape {tuple(given.shape)}, expected {tuple(mask_BS.shape)}: one position per token "
+            "of a text model; several, as models that see images have them, only where all agree with attention_mask"
+        )
+    return differs
 
 
 def row_lengths(batch: DataProto) -> list[int]:

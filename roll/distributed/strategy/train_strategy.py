@@ -53,6 +53,7 @@ from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
 from roll.ops.loss_in_parts import loss_in_parts
 from roll.ops.softmax_rows import accumulation_dtype
+from roll.utils.columns import loss_mask
 from roll.utils.metrics.deferred import read_together
 from roll.utils.metrics.reduction import append_to_dict
 from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
@@ -345,7 +346,7 @@ class TrainStrategy(InferenceStrategy):
         is_placeholder = batch.meta_info.get(PLACEHOLDER, False)
         local = [0.0 if is_placeholder else float(len(batch))]
         for key in keys:
-            mask = loss_mask(key, batch[key])
+            mask = loss_mask(batch, key)
             local += [0.0, 0.0] if is_placeholder else [float(mask.sum()), float(mask.any(dim=1).sum())]
         total_rows, *rest = self.ranks.sum(local)
         tokens = {key: max(rest[2 * i], 1.0) for i, key in enumerate(keys)}
@@ -411,13 +412,6 @@ class TrainStrategy(InferenceStrategy):
             num_warmup_steps=args.get_warmup_steps(total),
             num_training_steps=total,
         )
-
-
-def loss_mask(key: str, column: Tensor) -> Tensor:
-    """The boolean (B, T) mask that a loss over `key` sums over."""
-    if key in ("labels", "labels_for_loss"):
-        return column != -100
-    return (column[:, 1:] if key == "response_mask" else column) != 0
 
 
 def connected_zero(output: ModelOutput, data: DataProto) -> Tensor:

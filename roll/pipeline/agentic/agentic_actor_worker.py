@@ -15,7 +15,7 @@ class ActorWorker(BaseActorWorker):
     """An actor whose importance ratio may be formed per turn (`ratio_type: segment`)."""
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
-        """PPO with one ratio for each token or turn, corrected for the gap to the inference engine.
+        """PPO with one ratio for each token, turn or row, corrected for the gap to the inference engine.
 
         Args:
             data: as for the base class, and `infer_logprobs` (B, S-1), the engine's log-probabilities, which

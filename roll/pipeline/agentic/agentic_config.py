@@ -25,6 +25,7 @@ from roll.configs.config_model import (
     Whole,
 )
 from roll.configs.generating_args import GeneratingArguments
+from roll.configs.ppo_config import ESTIMATOR_NORMS
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
 from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
 from roll.exceptions import ConfigError
@@ -291,8 +292,9 @@ class AgenticConfig(PPOConfig):
     step_reward_gamma: Fraction = 0.95
     """Discount of a step's score per turn."""
 
-    ratio_type: Literal["token", "segment", "seq"] = "token"
-    """Tokens that share one probability ratio: each alone, those of a turn, or all of a row."""
+    ratio_type: Literal["token", "segment", "seq", "segment_token", "seq_token"] = "token"
+    """Tokens that share one probability ratio: each alone, those of a turn, or all of a row; with `_token` the gradient
+    of each token has its own advantage (GSPO-token), not the mean."""
 
     exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"
     """Mode of a sandbox."""
@@ -351,6 +353,21 @@ class AgenticConfig(PPOConfig):
         if self.eval_steps > 0:
             problems += self._validation_problems() + self._env_problems("val_env_manager")
         return problems
+
+    def _norm_cautions(self) -> list[str]:
+        """`reward_normalization` says how; only estimators that ROLL does not have bring a rule of their own."""
+        found, norm = [], self.reward_normalization
+        unread = [key for key in ("norm_mean_type", "norm_std_type") if getattr(self, key) is not None]
+        if unread:
+            found.append(f"without effect: {', '.join(unread)}; agentic pipelines read reward_normalization")
+        norms = None if self.adv_estimator == "grpo" else ESTIMATOR_NORMS.get(self.adv_estimator)
+        if norms is not None:
+            types = {"norm_mean_type": norm.norm_mean_type, "norm_std_type": norm.norm_std_type}
+            found += self._overridden_norms({f"reward_normalization.{key}": types[key] for key in types}, norms)
+            if norm.grouping == "batch" and "grouping" in norm.model_fields_set:
+                what = f"adv_estimator: {self.adv_estimator} compares the rows of a group, by traj_group_id"
+                found.append(f"without effect: reward_normalization.grouping: batch; {what}")
+        return found
 
     def _batch_problems(self) -> list[Problem]:
         """Trajectories come in whole groups, and fill optimizer steps unless their number of rows is not known."""

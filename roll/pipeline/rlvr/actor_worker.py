@@ -11,8 +11,8 @@ from roll.algorithms.masking import select
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.base_worker import ActorWorker as BaseActorWorker
 from roll.pipeline.base_worker import ModelOutput
-from roll.pipeline.loss_io import Metrics, loss_counts, loss_mask, report
-from roll.utils.columns import column
+from roll.pipeline.loss_io import Metrics, loss_counts, report
+from roll.utils.columns import column, loss_mask
 
 SAMPLE_WEIGHTS = "sample_weights"
 
@@ -37,7 +37,7 @@ def compute_sample_weights(data: DataProto, pipeline_config: Any) -> Tensor:
 
 
 class ActorWorker(BaseActorWorker):
-    """An actor with row weights and an importance ratio per token or per row (`importance_sampling: seq`)."""
+    """An actor with row weights and an importance ratio per token, run or row (`importance_sampling`)."""
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """(weighted PPO + KL) * rl_loss_coef - entropy, on the tokens of `final_response_mask`.
@@ -73,7 +73,7 @@ class ActorWorker(BaseActorWorker):
         return column(data, SAMPLE_WEIGHTS, "difficulty_loss_weight or length_loss_weight (see compute_sample_weights)")
 
     def _sample_metrics(self, data: DataProto, valid_B: Tensor, weights_B: Tensor | None) -> dict[str, Tensor | float]:
-        counts = loss_counts(data, "response_mask", loss_mask(data, "response_mask"), self.pipeline_config)
+        counts = loss_counts(data, "response_mask", loss_mask(data), self.pipeline_config)
         num_valid = valid_B.sum()
         weights_B = torch.ones_like(valid_B, dtype=torch.float32) if weights_B is None else weights_B
         return {

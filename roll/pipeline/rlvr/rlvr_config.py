@@ -188,8 +188,9 @@ class RLVRConfig(PPOConfig):
     rl_loss_coef: NonNegative = 1.0
     """Weight of policy and KL loss."""
 
-    importance_sampling: Literal["token", "seq", "segment"] = "token"
-    """Tokens that share one probability ratio: each alone, the whole response (GSPO), or a run of response tokens."""
+    importance_sampling: Literal["token", "seq", "segment", "seq_token", "segment_token"] = "token"
+    """Tokens that share one probability ratio: each alone, the whole response (GSPO), or a run of response tokens; with
+    `_token` the gradient of each token has its own advantage (GSPO-token), not the mean."""
 
     val_greedy: bool = False
     """Validate with the most likely tokens."""

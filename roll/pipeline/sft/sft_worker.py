@@ -12,7 +12,8 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.linear_logits import LinearLogits
 from roll.pipeline.base_worker import ActorWorker, ModelOutput
-from roll.pipeline.loss_io import Metrics, loss_counts, loss_mask, report
+from roll.pipeline.loss_io import Metrics, loss_counts, report
+from roll.utils.columns import loss_mask
 from roll.utils.metrics.reduction import append_to_dict
 
 # Positions whose logits are built at the same time to see whether the answer's token is the most likely one.
@@ -32,7 +33,7 @@ class SFTWorker(ActorWorker):
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """The mean over all answer tokens of the optimizer step of minus their log-probability."""
-        mask_BT = loss_mask(data, "response_mask")
+        mask_BT = loss_mask(data)
         log_probs_BT, _ = self.score(data, output_tensor, mask_BT)
         counts = loss_counts(data, "response_mask", mask_BT, self.pipeline_config)
         loss = aggregate_loss(-log_probs_BT, mask_BT, "token-mean", num_tokens=counts["num_tokens"])
@@ -47,7 +48,7 @@ class SFTWorker(ActorWorker):
         return DataProto.from_dict(results)
 
     def forward_func_evaluate(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        mask_BT = loss_mask(data, "response_mask")
+        mask_BT = loss_mask(data)
         log_probs_BT, _ = self.score(data, output_tensor, mask_BT)
         labels = data["input_ids"][:, 1:][mask_BT]
         is_best_BT = torch.zeros_like(mask_BT)

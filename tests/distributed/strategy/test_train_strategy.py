@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from tiny_models import make_model_folder
-from training_setup import PROBES, make_batch, make_config, relative_error
+from training_setup import PROBES, make_batch, make_config, pad_batch, relative_error
 from transformers import AutoModelForCausalLM
 
 from roll.distributed.executor.cluster import Cluster
@@ -173,6 +173,51 @@ def test_log_probs_equal_a_plain_float64_forward(folder):
     torch.testing.assert_close(result.batch["log_probs"].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.batch["entropy"].double(), entropy, rtol=1e-5, atol=1e-5)
     assert (result.batch["log_probs"][~mask] == 0).all()
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+@pytest.mark.parametrize("left", [0, 3])
+@pytest.mark.parametrize("jump", [0, 1, 7, -2])
+def test_positions_of_the_caller_are_those_of_plain_transformers(folder, share_prefixes, left, jump):
+    """Tokens from the fifth on stand `jump` positions further right; padding has any position."""
+    worker = local_worker("dpo", make_config("dpo", folder, strategy_config={"share_prefixes": share_prefixes}))
+    assert worker.strategy.shares_prefixes == share_prefixes
+    batch = pad_batch(make_batch("dpo"), left=left, right=2)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    without = worker.compute_log_probs(batch)["log_probs"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions += jump * (positions >= 4)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        logits = plain(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, :-1]
+    expected = torch.where(mask[:, 1:] != 0, logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0], 0.0)
+    batch["position_ids"] = torch.where(mask != 0, positions, -5)
+    log_probs = worker.compute_log_probs(batch)["log_probs"]
+    real = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
+    torch.testing.assert_close(log_probs[real].double(), expected[real], rtol=1e-5, atol=1e-5)
+    if jump == 0:  # what our own pipelines pass
+        assert torch.equal(log_probs, without)
+    else:
+        assert (log_probs - without)[real].abs().max() > 1e-3
+    gradients, _ = worker.gradients(batch)
+    del batch.batch["position_ids"]
+    change = relative_error(gradients, worker.gradients(batch)[0])
+    assert change < 1e-6 if jump == 0 else change > 1e-3
+
+
+def test_positions_of_several_channels(folder):
+    worker = local_worker("dpo", make_config("dpo", folder))
+    batch = make_batch("dpo")
+    plain = worker.compute_log_probs(batch)["log_probs"]
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    batch["position_ids"] = positions[:, None].expand(-1, 3, -1)
+    assert torch.equal(worker.compute_log_probs(batch)["log_probs"], plain)
+    batch["position_ids"] = 2 * batch["position_ids"]
+    with pytest.raises(ValueError, match=r"position_ids have shape \(8, 3, 14\), expected \(8, 14\)"):
+        worker.compute_log_probs(batch)
+    batch["position_ids"] = positions[:, :-1]
+    with pytest.raises(ValueError, match=r"position_ids have shape \(8, 13\), expected \(8, 14\)"):
+        worker.compute_log_probs(batch)
 
 
 def test_train_reference_and_inference_roles_agree_to_the_last_bit(folder):

@@ -133,8 +133,11 @@ def test_any_object_with_the_fields_of_roll_serves_as_configuration() -> None:
     assert torch.equal(loss, expected_loss) and torch.equal(gradient, expected_gradient)
 
 
+RATIO_TYPES = ["token", "segment", "seq", "segment_token", "seq_token"]
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-@given(seed=st.integers(0, 10_000), ratio_type=st.sampled_from(["token", "segment", "seq"]))
+@given(seed=st.integers(0, 10_000), ratio_type=st.sampled_from(RATIO_TYPES))
 @settings(max_examples=12, deadline=None)
 def test_micro_batches_trimmed_to_their_width_add_up(mode: str, seed: int, ratio_type: str) -> None:
     data, logits = policy_batch(seed, rows=5, empty_row=seed % 2 == 0)
@@ -157,7 +160,7 @@ def test_micro_batches_trimmed_to_their_width_add_up(mode: str, seed: int, ratio
     assert merged(parts) == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("ratio_type", ["token", "segment", "seq"])
+@pytest.mark.parametrize("ratio_type", RATIO_TYPES)
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_under_the_mask_changes_no_bit(ratio_type: str, garbage: float) -> None:
     data, logits = policy_batch(3, empty_row=True)

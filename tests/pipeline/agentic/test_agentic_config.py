@@ -255,3 +255,36 @@ def test_environments_are_missing_for_training():
         "actor_infer.strategy_args",
         "custom_envs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "cautions"),
+    [
+        ({"adv_estimator": "grpo", "reward_normalization": {"method": "mean_std"}}, []),  # it does as it is told
+        ({"adv_estimator": "dr_grpo", "reward_normalization": {"grouping": "tags", "method": "mean"}}, []),
+        (
+            {"adv_estimator": "rloo", "reward_normalization": {"grouping": "batch", "method": "mean_std"}},
+            [
+                "without effect: reward_normalization.norm_mean_type: batch, reward_normalization.norm_std_type: "
+                "batch; adv_estimator: rloo normalises rewards by its own rule (mean: leave_one_out, std: none)",
+                "without effect: reward_normalization.grouping: batch; adv_estimator: rloo compares the rows of a "
+                "group, by traj_group_id",
+            ],
+        ),
+        (
+            {"adv_estimator": "grpo", "norm_mean_type": "group"},
+            ["without effect: norm_mean_type; agentic pipelines read reward_normalization"],
+        ),
+        (
+            {"adv_estimator": "agentic_reinforce", "ratio_type": "seq", "gamma": 0.9},
+            [
+                "ratio_type: seq trains every token on the mean advantage of the row, and gamma: 0.9 gives tokens "
+                "advantages of their own; ratio_type: seq_token keeps those"
+            ],
+        ),
+        ({"adv_estimator": "agentic_reinforce", "ratio_type": "segment", "gamma": 0.9}, []),  # one for each turn
+        ({"adv_estimator": "agentic_reinforce", "ratio_type": "seq_token", "gamma": 0.9}, []),
+    ],
+)
+def test_settings_that_others_override_are_named(values, cautions):
+    assert agentic(**values).cautions() == cautions

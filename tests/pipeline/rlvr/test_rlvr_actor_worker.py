@@ -79,10 +79,19 @@ def test_metrics_have_rolls_names() -> None:
     assert metrics["actor/pg_loss@sum"] == metrics["actor/weighted_pg_loss@sum"] == pytest.approx(loss.item())
 
 
-def test_the_loss_is_that_of_the_final_mask_with_weights_and_coefficient() -> None:
+@pytest.mark.parametrize(
+    ("importance_sampling", "ratio_type"),
+    [("seq", "sequence"), ("seq_token", "sequence_token"), ("segment_token", "segment_token")],
+)
+@pytest.mark.parametrize("kl", ["k3", "k2", "abs", "k3+"])
+def test_the_loss_is_that_of_the_final_mask_with_weights_and_coefficient(
+    importance_sampling: str, ratio_type: str, kl: str
+) -> None:
     data, logits = rlvr_batch()
-    worker = make_worker(importance_sampling="seq", **{**FULL, "train_infer_correction": {}}, **WEIGHTS)
-    loss, metrics, _ = loss_and_gradient(worker, data, logits)
+    options = {**FULL, **WEIGHTS, "train_infer_correction": {}, "kl_loss_type": kl}
+    worker = make_worker(importance_sampling=importance_sampling, **options)
+    logits.requires_grad_()
+    loss, metrics, gradient = loss_and_gradient(worker, data, logits)
     log_probs, entropy = next_token_log_probs(logits, data["input_ids"], data["response_mask"], with_entropy=True)
     expected = policy_loss(
         log_probs_BT=log_probs,
@@ -92,13 +101,17 @@ def test_the_loss_is_that_of_the_final_mask_with_weights_and_coefficient() -> No
         ref_log_probs_BT=data["ref_log_probs"],
         entropy_BT=entropy,
         surrogate=PPOClip(),
-        ratio_type="sequence",
+        ratio_type=ratio_type,
         sample_weights_B=compute_sample_weights(data, worker.pipeline_config),
         kl_coef=0.05,
+        kl_kind=kl,
         entropy_coef=0.01,
         pg_coef=0.7,
     )
-    torch.testing.assert_close(loss, expected.total)
+    torch.testing.assert_close(loss, expected.total.detach())
+    expected.total.backward()
+    torch.testing.assert_close(gradient, logits.grad)
+    assert metrics["actor/kl_loss@sum"] == pytest.approx(expected.kl.item())
     assert metrics["actor/weighted_pg_loss@sum"] == pytest.approx(expected.weighted_pg.item())
     assert metrics["actor/pg_loss@sum"] == pytest.approx(expected.pg.item())
     assert metrics["actor/pg_loss@sum"] != pytest.approx(metrics["actor/weighted_pg_loss@sum"])
@@ -127,7 +140,7 @@ def test_sample_weights_by_hand() -> None:
     assert compute_sample_weights(data, make_worker().pipeline_config).tolist() == [1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("importance_sampling", ["token", "seq"])
+@pytest.mark.parametrize("importance_sampling", ["token", "seq", "seq_token"])
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=12, deadline=None)
 def test_l23_weighted_micro_batches_add_up(importance_sampling: str, seed: int) -> None:

@@ -175,3 +175,29 @@ def test_a_reference_is_the_policy_without_its_adapter():
     assert "reference" in rlvr().active_roles()
     assert "reference" not in rlvr(actor_train={"model_args": {"lora_target": "all"}}).active_roles()
     assert "reference" not in rlvr(init_kl_coef=0).active_roles()
+
+
+@pytest.mark.parametrize("scope", ["seq", "segment"])
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        ({"adv_estimator": "gae"}, "adv_estimator: gae"),
+        ({"add_token_level_kl": True, "init_kl_coef": 0.1}, "add_token_level_kl: true with init_kl_coef: 0.1"),
+        ({"gamma": 0.9}, "gamma: 0.9"),
+        ({"whiten_rewards": True}, "whiten_rewards: true"),
+        ({"whiten_rewards": True, "gamma": 0.5}, "gamma: 0.5 and whiten_rewards: true"),
+        ({"add_token_level_kl": True, "init_kl_coef": 0}, None),
+        ({"init_kl_coef": 0.1}, None),
+        ({"gamma": 0.9, "actor_train": {"pg_variant": "cispo"}}, None),  # its gradient is each token's own
+        ({}, None),
+    ],
+)
+def test_a_shared_ratio_that_meets_advantages_of_tokens_is_named(scope, values, cause):
+    values = {"adv_estimator": "grpo", "num_return_sequences_in_group": 8, **values}
+    found = rlvr(importance_sampling=scope, **values).cautions()
+    assert len(found) == (cause is not None)
+    if cause:
+        assert found[0].startswith(f"importance_sampling: {scope} trains every token on the mean advantage")
+        assert f"and {cause} gives tokens advantages of their own; importance_sampling: {scope}_token" in found[0]
+    for other in ("token", f"{scope}_token"):
+        assert rlvr(importance_sampling=other, **values).cautions() == []
