@@ -47,6 +47,7 @@ def test_a_dpo_file():
         "checkpoint_config",
         "track_name",
         "train_batch_size",
+        "val_batch_size",
         "local_rank",
         "actor_train.model_args.flash_attn",
         "actor_train.data_args.dataset_dir",
@@ -136,7 +137,7 @@ def test_all_keys_without_effect_are_in_one_warning():
         load_config(DPO)
     (warning,) = caught
     assert warning.category is ConfigWarning
-    beginning = "accepted without effect: checkpoint_config, track_name, train_batch_size, local_rank, actor_train"
+    beginning = "accepted without effect: checkpoint_config, track_name, train_batch_size, val_batch_size, local_rank, "
     assert beginning in str(warning.message)
 
 
@@ -226,7 +227,7 @@ def test_what_does_not_divide_is_an_error_with_the_two_nearest_values():
 def test_megatron_files_load_with_the_nearest_strategy():
     strategy = "actor_train.strategy_args.strategy_name"
     assert f'{strategy}: the strategy "megatron_train" is not supported' in error_of(RLVR, f"{strategy}=megatron_train")
-    assert load_config(RLVR, [f"{strategy}=hf_train"], warn=False).config.actor_train.strategy_name == "hf_train"
+    assert load_config(RLVR, [f"{strategy}=fsdp2_train"], warn=False).config.actor_train.strategy_name == "fsdp2_train"
 
 
 def test_unsupported_parts_are_named_before_anything_else(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -16,6 +17,7 @@ from roll.configs.config_model import (
     AtLeastOne,
     AtLeastZero,
     ConfigModel,
+    Entries,
     Fraction,
     Late,
     NoEffect,
@@ -29,6 +31,14 @@ from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest
 from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
 from roll.exceptions import ConfigError
 
+# What the proxies that come with the project read of `proxy_config`.
+PROXY_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "policy": (),
+    "random": (),
+    "openai": (
+        "base_url", "model_name", "api_key", "api_key_env", "max_concurrency", "timeout", "max_retries", "extra_body",
+    ),
+}  # fmt: skip
 NormType = Literal["batch", "group"] | None
 
 
@@ -70,7 +80,17 @@ class LLMProxyConfig(ConfigModel):
     """The policy under training (`policy`), a service (`openai`), or random actions (`random`)."""
 
     proxy_config: dict[str, Any] = Field(default_factory=dict)
-    """Options of the proxy."""
+    """Options of the proxy; `policy` and `random` have none."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        known = PROXY_OPTIONS.get(self.proxy_type)
+        unknown = [] if known is None else [key for key in self.proxy_config if key not in known]
+        if known is not None and unknown:
+            has = f"the {self.proxy_type} proxy has " + (", ".join(known) or "no options")
+            how = {key: did_you_mean(key, known) or has for key in unknown}
+            raise ConfigProblems([Problem(f"proxy_config.{key}", f"unknown key; {how[key]}") for key in unknown])
+        return self
 
 
 _ENV_TIMEOUT = NoEffect("environments that hang are ended after env_timeout and counted")
@@ -221,10 +241,17 @@ class EnvManagerConfig(WorkerConfig):
 class AgenticConfig(PPOConfig):
     """Environments, how trajectories are scored, and what of them is trained on."""
 
+    inherited_without_effect: ClassVar[Mapping[str, str]] = {
+        "val_prompt_length": "validation trajectories have the lengths of the others",
+        "val_sequence_length": "validation trajectories have the lengths of the others",
+        "norm_mean_type": "reward_normalization has its own",
+        "norm_std_type": "reward_normalization has its own",
+    }
+
     pipeline: Literal["agentic"] = "agentic"
     """Which pipeline this config is for."""
 
-    custom_envs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    custom_envs: Annotated[dict[str, dict[str, Any]], Entries(EnvTemplate)] = Field(default_factory=dict)
     """Environments by tag: `env_type`, `env_manager_cls`, `max_steps`, templates and the environment's own options."""
 
     train_env_manager: EnvManagerConfig = Field(default_factory=EnvManagerConfig)
@@ -242,7 +269,7 @@ class AgenticConfig(PPOConfig):
     reward_normalization: RewardNormalizationConfig = Field(default_factory=RewardNormalizationConfig)
     """How scores are made comparable."""
 
-    env_monitor: EnvMonitorConfig = Field(default_factory=EnvMonitorConfig)
+    env_monitor: Annotated[EnvMonitorConfig, _ENV_TIMEOUT] = Field(default_factory=EnvMonitorConfig)
     """Watches for environments that no longer answer."""
 
     dirty_data_mask: Annotated[bool, UNUSED_IN_ROLL] = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.exceptions import ConfigError
 from roll.pipeline.rlvr.rewards.pool_reward_worker import PoolRewardWorker
 
 
@@ -16,11 +15,3 @@ class CodeSandboxRewardWorker(PoolRewardWorker):
     @classmethod
     def options_of(cls, reward_config: Any) -> dict[str, Any]:
         return {"reward_type": reward_config.reward_type}
-
-    @classmethod
-    def check(cls, reward_config: Any) -> None:
-        if not reward_config.use_local:
-            raise ConfigError(
-                "use_local: found false, expected true: code runs in a sandbox on this machine, not at code_url"
-            )
-        super().check(reward_config)

@@ -193,10 +193,6 @@ def test_the_config_of_a_reward(reward_file, monkeypatch):
         ({"reward_fn": "json:lods"}, "rewards.math.reward_fn: .* did you mean 'loads'"),
         ({"worker_cls": "no.such.Worker"}, r"rewards.math: 'no.such.Worker': there is no module 'no'"),
         ({"worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker"}, "judge_api_url: missing"),
-        (
-            {"worker_cls": f"{REWARDS}.code_sandbox_reward_worker.CodeSandboxRewardWorker", "use_local": False},
-            "use_local: found false",
-        ),
     ],
 )
 def test_rewards_are_checked_before_anything_is_loaded(reward, message):
