@@ -341,6 +341,9 @@ class BaseConfig(ScheduleConfig):
         trackers = [self.track_with] if isinstance(self.track_with, str) else self.track_with
         if self.tracker_kwargs and set(trackers) <= {"stdout", "jsonl", "none"}:
             idle["tracker_kwargs"] = "no tracker of track_with takes options"
+        is_derived = "sequence_length" not in self.model_fields_set or "response_length" in self.model_fields_set
+        if self._is_written("prompt_length") and not is_derived:
+            idle["prompt_length"] = "sequence_length is the limit"
         for name, role in self.all_roles().items():
             for phase in ("train", "infer"):
                 budget = f"max_tokens_per_microbatch_in_{phase}"

@@ -99,7 +99,8 @@ actor_train:
   training_args: {per_device_train_batch_size: 2}
   strategy_args:
     strategy_name: fsdp2_train
-    strategy_config: {fsdp_size: 4, wrap_policy: {wrap_embeddings: true}, tensor_model_parallel_size: 2, param_dtype: bf16}
+    strategy_config:
+      {fsdp_size: 4, wrap_policy: {wrap_embeddings: true}, tensor_model_parallel_size: 2, param_dtype: bf16}
 reference:
   strategy_args: {strategy_name: fsdp2_infer, strategy_config: {reduce_dtype: float32}}
 actor_infer:

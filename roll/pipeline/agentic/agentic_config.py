@@ -22,13 +22,14 @@ from roll.configs.config_model import (
     Late,
     NoEffect,
     NonNegative,
+    NotBuilt,
     Number,
     Positive,
     Whole,
 )
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
-from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
+from roll.configs.worker_config import WorkerConfig
 from roll.exceptions import ConfigError
 
 # What the proxies that come with the project read of `proxy_config`.
@@ -93,6 +94,7 @@ class LLMProxyConfig(ConfigModel):
         return self
 
 
+_JUDGE = NotBuilt("a role that judges for environments; they judge by themselves, or ask a service of their own", None)
 _ENV_TIMEOUT = NoEffect("environments that hang are ended after env_timeout and counted")
 
 
@@ -263,7 +265,8 @@ class AgenticConfig(PPOConfig):
     render_save_dir: Annotated[str | None, UNUSED_IN_ROLL] = None
     """Folder of rendered frames."""
 
-    reward: RewardConfig | None = None  # pyrefly: ignore[bad-override]  (narrower than in PPOConfig, and frozen)
+    # Narrower than in PPOConfig, and frozen.
+    reward: Annotated[RewardConfig | None, _JUDGE] = None  # pyrefly: ignore[bad-override]
     """A judge that environments may ask."""
 
     reward_normalization: RewardNormalizationConfig = Field(default_factory=RewardNormalizationConfig)
@@ -417,19 +420,10 @@ class AgenticConfig(PPOConfig):
             del roles["val_env"]
         return roles
 
-    def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
-        strategies = super().allowed_strategies()
-        if self.reward is not None and self.reward.holds_model:
-            strategies["reward"] = (*INFER_STRATEGIES, "vllm")
-        return strategies
-
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
         if not self.custom_envs:
             problems.append(Problem("custom_envs", "missing; define the environments that the tags name"))
-        if self.reward is not None:
-            found = "found a judge, expected null: environments here judge by themselves, or ask a service of their own"
-            problems.append(Problem("reward", found))
         for tag in [tag for tag in self.custom_envs if self.env_template(tag).env_type is None]:
             problems.append(Problem(f"custom_envs.{tag}.env_type", "missing; the id or dotted path of an environment"))
         return problems

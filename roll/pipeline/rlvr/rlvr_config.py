@@ -351,6 +351,7 @@ class RLVRConfig(PPOConfig):
 
     def idle_keys(self) -> dict[str, str]:
         idle = super().idle_keys()
+        idle.pop("prompt_length", None)  # prompts have a limit of their own
         for key, switch in (
             ("difficulty_low_threshold", "difficulty_mask"),
             ("difficulty_high_threshold", "difficulty_mask"),

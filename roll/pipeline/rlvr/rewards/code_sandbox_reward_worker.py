@@ -11,6 +11,7 @@ class CodeSandboxRewardWorker(PoolRewardWorker):
     """1 if all test cases pass; with `reward_type: fraction` the share that does. `reward_timeout` covers all cases."""
 
     function = "roll.pipeline.rlvr.rewards.code_answers:score"
+    reward_types = ("fraction",)
 
     @classmethod
     def options_of(cls, reward_config: Any) -> dict[str, Any]:
