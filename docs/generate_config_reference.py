@@ -2,18 +2,22 @@
 
 python docs/generate_config_reference.py            # writes the page
 python docs/generate_config_reference.py --check    # says whether the page is current, exit code 1 if it is not
+python docs/generate_config_reference.py --fields   # prints one table of all fields: class, field, default, effect
 """
 
 from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from roll.configs.config_model import ConfigModel, NoEffect
+from roll.configs.config_model import ConfigModel, Entries, NoEffect, NotBuilt
+from roll.configs.strategy_options import OPTIONS
+from roll.configs.worker_config import StrategyArguments
 from roll.pipeline.registry import CONFIG_CLASSES
 
 PAGE = Path(__file__).with_name("config-reference.md")
@@ -25,27 +29,40 @@ A key that is not here is an error, and the message names the nearest one. `roll
 to.
 
 Keys of a pipeline stand at the top level of its file; keys of a role stand under the role (`actor_train:`,
-`reference:` ...). *No effect* marks keys that ROLL's files have and that change nothing here.
+`reference:` ...). The column *effect* says whether a key *works*, is accepted for the sake of ROLL's files and changes
+nothing (*none*, with the reason; a file that has it gets one warning), or is *refused* unless it is switched off.
+`tests/configs/test_field_effects.py` holds every key to it: a run reads it, or a test shows what it changes.
 """
 
 
 def page() -> str:
-    sections = [INTRODUCTION]
+    """The whole page."""
+    sections = [_section(title, text, fields) for title, text, fields in _sections()]
+    return "\n".join([INTRODUCTION, *sections])
+
+
+def fields_table() -> str:
+    """All fields in one table, each class with all of its own."""
+    lines = ["| class | field | default | effect |", "|---|---|---|---|"]
+    for title, _, fields in _sections():
+        lines += [f"| {title} | `{key}` | {_default(key, field)} | {_effect(field)} |" for key, field in fields.items()]
+    return "\n".join(lines)
+
+
+def _sections() -> list[tuple[str, str, Mapping[str, FieldInfo]]]:
+    """(title, text, fields) of every part of the page."""
     shared = _shared_fields()
-    sections.append(_section("All pipelines", "Keys that every config file may have.", shared))
+    sections: list[tuple[str, str, Mapping[str, FieldInfo]]] = [
+        ("All pipelines", "Keys that every config file may have.", shared)
+    ]
     nested: dict[str, type[ConfigModel]] = {}
     for name, cls in CONFIG_CLASSES.items():
         own = {key: field for key, field in cls.model_fields.items() if key not in shared}
-        sections.append(_section(f"`pipeline: {name}`", _first_paragraph(cls), own))
+        sections.append((f"`pipeline: {name}`", _first_paragraph(cls), own))
         for field in cls.model_fields.values():
-            _collect(field.annotation, nested)
-    for cls in nested.values():
-        names = [other.__name__ for other in nested.values()]
-        where = cls.__module__.split(".")[2] if names.count(cls.__name__) > 1 else ""
-        sections.append(
-            _section(f"{cls.__name__} {where and f'({where})'}".strip(), _first_paragraph(cls), cls.model_fields)
-        )
-    return "\n".join(sections)
+            _collect(field, nested)
+    sections += [(_title(cls, nested), _first_paragraph(cls), cls.model_fields) for cls in nested.values()]
+    return sections
 
 
 def _shared_fields() -> dict[str, FieldInfo]:
@@ -53,20 +70,35 @@ def _shared_fields() -> dict[str, FieldInfo]:
     return {
         key: field
         for key, field in first.model_fields.items()
-        if all(key in cls.model_fields and cls.model_fields[key].description == field.description for cls in others)
+        if all(key in cls.model_fields and _same(field, cls.model_fields[key]) for cls in others)
     }
 
 
-def _collect(annotation: Any, found: dict[str, type[ConfigModel]]) -> None:
-    """Config classes inside a type, depth first, in the order in which a reader meets them."""
+def _same(one: FieldInfo, other: FieldInfo) -> bool:
+    return (one.description, _effect(one)) == (other.description, _effect(other))
+
+
+def _collect(field: FieldInfo, found: dict[str, type[ConfigModel]]) -> None:
+    """Config classes inside a field that works, depth first, in the order in which a reader meets them."""
+    if _effect(field) != "works":
+        return
+    _collect_type(field.annotation, found)
+    for mark in field.metadata:
+        if isinstance(mark, Entries):
+            _collect_type(mark.model, found)
+
+
+def _collect_type(annotation: Any, found: dict[str, type[ConfigModel]]) -> None:
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         name = f"{annotation.__module__}.{annotation.__name__}"
         if name not in found:
             found[name] = annotation
             for field in annotation.model_fields.values():
-                _collect(field.annotation, found)
+                _collect(field, found)
+            for options in OPTIONS.values() if annotation is StrategyArguments else ():
+                _collect_type(options, found)
     for inner in get_args(annotation):
-        _collect(inner, found)
+        _collect_type(inner, found)
 
 
 def _title(cls: type[ConfigModel], all_classes: dict[str, type[ConfigModel]]) -> str:
@@ -75,10 +107,10 @@ def _title(cls: type[ConfigModel], all_classes: dict[str, type[ConfigModel]]) ->
     return f"{cls.__name__} ({cls.__module__.split('.')[2]})" if is_shared else cls.__name__
 
 
-def _section(title: str, text: str, fields: dict[str, FieldInfo]) -> str:
-    lines = [f"\n## {title}\n", text, "", "| key | type | default | meaning |", "|---|---|---|---|"]
+def _section(title: str, text: str, fields: Mapping[str, FieldInfo]) -> str:
+    lines = [f"\n## {title}\n", text, "", "| key | type | default | effect | meaning |", "|---|---|---|---|---|"]
     lines += [
-        f"| `{key}` | {_type(field.annotation)} | {_default(key, field)} | {_meaning(field)} |"
+        f"| `{key}` | {_type(field.annotation)} | {_default(key, field)} | {_effect(field)} | {_meaning(field)} |"
         for key, field in fields.items()
     ]
     return "\n".join(lines)
@@ -116,13 +148,22 @@ def _default(key: str, field: FieldInfo) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    text = " ".join((field.description or "").split()).replace("|", "\\|")
-    reasons = [item.why for item in field.metadata if isinstance(item, NoEffect)]
-    return f"*No effect: {reasons[0]}.* {text}" if reasons else text
+    return " ".join((field.description or "").split()).replace("|", "\\|")
+
+
+def _effect(field: FieldInfo) -> str:
+    for mark in field.metadata:
+        if isinstance(mark, NoEffect):
+            return f"*none: {mark.why}*"
+        if isinstance(mark, NotBuilt):
+            return f"*refused unless {mark.off_in_yaml}: not built yet: {mark.what}*"
+    return "works"
 
 
 def main() -> None:
-    if "--check" not in sys.argv:
+    if "--fields" in sys.argv:
+        sys.stdout.write(fields_table() + "\n")
+    elif "--check" not in sys.argv:
         PAGE.write_text(page())
     elif not PAGE.exists() or PAGE.read_text() != page():
         sys.exit(f"{PAGE} is not current; run python {Path(__file__).name}")

@@ -7,14 +7,15 @@ compared, and reading a field always gives the value that is in effect.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticKnownError
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from roll.configs.problems import describe, problems_of
+from roll.configs.problems import ConfigProblems, Problem, describe, problems_of, show
 from roll.exceptions import ConfigError
 
 
@@ -59,6 +60,34 @@ class NoEffect:
 UNUSED_IN_ROLL = NoEffect("no code of ROLL reads it either")
 
 
+@dataclass(frozen=True)
+class NotBuilt:
+    """Marks a field of something that ROLL has and this project has not: any value but `off` is refused, by name."""
+
+    what: str
+    off: Any
+
+    @property
+    def off_in_yaml(self) -> str:
+        return "null" if self.off is None else str(self.off).lower()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        if value != self.off:
+            fix = f"remove it or set it to {self.off_in_yaml}"
+            raise ConfigProblems([Problem("", f"found {show(value)}; not built yet: {self.what}; {fix}")])
+        return value
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Marks a mapping of names to plain mappings, each of which is read as `model`, and may hold its keys only."""
+
+    model: type[BaseModel]
+
+
 if TYPE_CHECKING:
     _Meta = type(BaseModel)
 else:
@@ -91,7 +120,16 @@ class ConfigModel(BaseModel, metaclass=_Meta):
     )
 
     ignored_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys that ROLL's example files carry at this place although neither ROLL nor this project has such a field."""
+    """Keys that ROLL's example files carry at this place although nothing that could be meant by them exists here."""
+
+    inherited_without_effect: ClassVar[Mapping[str, str]] = {}
+    """Fields of base classes that change nothing for this class, and why: the `NoEffect` marker, after the fact."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for name, why in vars(cls).get("inherited_without_effect", {}).items():
+            field = cls.model_fields[name]  # a copy of the base class's
+            field.metadata = [*field.metadata, NoEffect(why)]
 
     def settle(self, **values: Any) -> None:
         """Fill in derived values. Only validators may call it: until they are done nobody else holds the object."""
@@ -105,12 +143,13 @@ class ConfigModel(BaseModel, metaclass=_Meta):
 
 
 def plain_values(config: ConfigModel) -> dict[str, Any]:
-    """A config as mappings, lists and scalars. Fields without effect appear only where they were changed."""
+    """A config as mappings, lists and scalars. Fields without effect appear only where someone changed them."""
     dumped = config.model_dump()  # applies field serializers, so every value is plain
     result: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if is_without_effect(field) and value == field.get_default(call_default_factory=True):
+        is_default = name not in config.model_fields_set or value == field.get_default(call_default_factory=True)
+        if is_without_effect(field) and is_default:
             continue
         result[name] = _plain(value, dumped[name])
     return result

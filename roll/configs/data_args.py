@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import model_validator
 
-from roll.configs.config_model import AtLeastOne, ConfigModel, NoEffect, NonNegative
+from roll.configs.config_model import UNUSED_IN_ROLL, AtLeastOne, ConfigModel, NoEffect, NonNegative
 from roll.configs.problems import ConfigProblems, wrong
 
 
@@ -39,7 +39,7 @@ class DataArguments(ConfigModel):
     tag: str | None = "tag"
     """Column that says which kind of task a row is; it selects the reward."""
 
-    id: str | None = "id"
+    id: Annotated[str | None, UNUSED_IN_ROLL] = "id"
     """Column that identifies a row."""
 
     prompt: str | None = None

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from roll.configs.config_model import (
     AtLeastOne,
     AtLeastZero,
     ConfigModel,
+    NoEffect,
     NonNegative,
+    NotBuilt,
     Number,
     Positive,
     Whole,
     plain_values,
 )
-from roll.configs.problems import ConfigProblems, wrong
 
 
 class GeneratingArguments(ConfigModel):
@@ -37,7 +38,7 @@ class GeneratingArguments(ConfigModel):
     min_p: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this fraction of the most likely one; 0 keeps all of them."""
 
-    num_beams: AtLeastOne = 1
+    num_beams: Annotated[AtLeastOne, NotBuilt("beam search", 1)] = 1
     """Width of a beam search; 1 is none."""
 
     max_length: AtLeastOne = 8192
@@ -49,7 +50,7 @@ class GeneratingArguments(ConfigModel):
     repetition_penalty: Positive = 1.0
     """Penalty on tokens that occurred before; 1 is none."""
 
-    length_penalty: Number = 1.0
+    length_penalty: Annotated[Number, NoEffect("there is no beam search")] = 1.0
     """Exponent on the length of a beam; positive values favour longer ones."""
 
     num_return_sequences: AtLeastOne = 1
@@ -61,17 +62,8 @@ class GeneratingArguments(ConfigModel):
     include_stop_str_in_output: bool | None = None
     """Keep the text of `stop_strings` that ended a response, as null does; false drops the tokens it is made of."""
 
-    logprobs: AtLeastZero | None = 0
+    logprobs: Annotated[AtLeastZero | None, NoEffect("samples have the log-probabilities of their own tokens")] = 0
     """Most likely tokens per position whose log-probabilities are returned."""
-
-    @model_validator(mode="after")
-    def _check_beams(self) -> GeneratingArguments:
-        if self.num_beams > 1 and self.num_return_sequences not in (1, self.num_beams):
-            expected = f"num_beams = {self.num_beams}, because a beam search returns its beams"
-            raise ConfigProblems([wrong("num_return_sequences", self.num_return_sequences, expected)])
-        if self.num_beams > 1:
-            self.settle(num_return_sequences=self.num_beams)
-        return self
 
     def to_dict(self) -> dict[str, Any]:
         """What a generator takes: one limit on the length, and no key that leaves the choice to the engine."""

@@ -13,12 +13,16 @@ import yaml
 from pydantic import ValidationError
 
 from roll.configs.compose import Composition, compose, escape
-from roll.configs.config_model import ConfigModel, is_without_effect, plain_values
+from roll.configs.config_model import ConfigModel, Entries, is_without_effect, plain_values
 from roll.configs.pipeline_config import BaseConfig
 from roll.configs.problems import Problem, members, problems_of
+from roll.configs.strategy_options import OPTIONS, VLLM_IGNORED
 from roll.configs.unsupported import unsupported_parts
-from roll.configs.worker_config import StrategyArguments, is_megatron_key
+from roll.configs.worker_config import StrategyArguments
 from roll.exceptions import ConfigError
+
+# Fields that hold what was written in a longer form.
+SPELT_OUT = ("attn_implementation", "reward_fn")
 
 
 class ConfigWarning(UserWarning):
@@ -44,7 +48,7 @@ class LoadedConfig:
     path: Path
     config: BaseConfig
     ignored: tuple[str, ...]
-    """Keys that were accepted and have no effect."""
+    """Keys that were accepted and have no effect; one that another key switches off has the reason behind it."""
 
     replaced: tuple[Replaced, ...]
     """Values that follow from other keys and were written differently."""
@@ -95,8 +99,9 @@ def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn
         config = config_cls.model_validate(values, context={"folder": composition.path.parent})
     except ValidationError as error:
         raise _error(composition, problems_of(error, config_cls)) from None
-    replaced = tuple(_replaced(values, plain_values(config), ""))
-    loaded = LoadedConfig(composition.path, config, tuple(ignored), replaced)
+    replaced = tuple(item for item in _replaced(values, plain_values(config), "") if item.key not in ignored)
+    idle = [f"{key} ({why})" for key, why in config.idle_keys().items()]
+    loaded = LoadedConfig(composition.path, config, (*ignored, *idle), replaced)
     if warn:
         for sentence in loaded.warnings():
             warnings.warn(f"{composition.path}: {sentence}", ConfigWarning, stacklevel=2)
@@ -145,12 +150,14 @@ def _sift(value: Any, model: type[ConfigModel], path: str, ignored: list[str]) -
             kinds = members(field.annotation)
             if item is None and type(None) not in get_args(field.annotation) and _config_class(kinds[0]):
                 continue  # an empty section: `training_args:` with nothing below it
-            kept[key] = _sift_field(item, kinds[0], dotted, ignored)
-    if model is StrategyArguments and str(kept.get("strategy_name")).startswith(("hf_", "fsdp2_")):
-        options = kept.get("strategy_config")
-        if isinstance(options, dict):
-            ignored += [f"{path}strategy_config.{key}" for key in options if is_megatron_key(key)]
-            kept["strategy_config"] = {key: item for key, item in options.items() if not is_megatron_key(key)}
+            entries = next((mark.model for mark in field.metadata if isinstance(mark, Entries)), None)
+            kept[key] = _sift_field(item, dict[str, entries] if entries else kinds[0], dotted, ignored)
+    options = kept.get("strategy_config")
+    if model is StrategyArguments and isinstance(options, dict):
+        name, path = str(kept.get("strategy_name", StrategyArguments().strategy_name)), f"{path}strategy_config."
+        if name in OPTIONS:
+            kept["strategy_config"] = _sift(options, OPTIONS[name], path, ignored)
+        ignored += [f"{path}{key}" for key in options if name == "vllm" and key in VLLM_IGNORED]
     return kept
 
 
@@ -170,7 +177,7 @@ def _config_class(kind: Any) -> type[ConfigModel] | None:
 
 
 def _replaced(written: Any, effective: Any, path: str) -> list[Replaced]:
-    """Numbers and switches that the config holds with another value than the file gave."""
+    """Values that the config holds with another value of the same kind than the file gave, or no longer at all."""
     if isinstance(written, dict) and isinstance(effective, dict):
         shared = [key for key in written if key in effective]
         return [
@@ -178,5 +185,7 @@ def _replaced(written: Any, effective: Any, path: str) -> list[Replaced]:
             for key in shared
             for item in _replaced(written[key], effective[key], f"{path}.{key}" if path else str(key))
         ]
-    is_simple = isinstance(written, (bool, int, float)) and isinstance(effective, (bool, int, float))
-    return [Replaced(path, written, effective)] if is_simple and written != effective else []
+    numbers = isinstance(written, (int, float)) and isinstance(effective, (int, float))
+    is_same_kind = numbers or type(written) is type(effective) or effective is None
+    is_other = is_same_kind and written != effective and path.rpartition(".")[2] not in SPELT_OUT
+    return [Replaced(path, written, effective)] if is_other else []

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from roll.configs.config_model import LATE, AtLeastOne, ConfigModel, Late, NoEffect, NonNegative, Number
+from roll.configs.config_model import LATE, AtLeastOne, ConfigModel, Late, NoEffect, NonNegative, NotBuilt, Number
 
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _REGEX_SIGNS = frozenset("*$|(")
@@ -69,7 +69,7 @@ class ModelArguments(LoraArguments):
     attn_implementation: str | None = None
     """Attention of transformers: sdpa, eager, flash_attention_2 (`fa2` for short); null or `auto` lets it choose."""
 
-    moe_aux_loss_coef: NonNegative | None = None
+    moe_aux_loss_coef: Annotated[NonNegative | None, NotBuilt("the router's loss", None)] = None
     """Weight of the load-balancing loss of a mixture of experts."""
 
     disable_gradient_checkpointing: bool = False
@@ -96,8 +96,8 @@ class ModelArguments(LoraArguments):
     freeze_module_prefix: list[str] | None = None
     """Prefixes of parameters that are not trained; a list or names separated by commas."""
 
-    ulysses_size: AtLeastOne = 1
-    """Ranks that share one sequence; they count as one data-parallel rank."""
+    ulysses_size: Annotated[AtLeastOne, NotBuilt("sequence parallelism", 1)] = 1
+    """Ranks that share one sequence."""
 
     model_max_length: AtLeastOne | None = None
     """Longest sequence that the tokenizer announces; null keeps the model's own."""

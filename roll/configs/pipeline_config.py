@@ -19,11 +19,21 @@ from roll.configs.config_model import (
     NoEffect,
     Positive,
     Whole,
+    is_without_effect,
 )
 from roll.configs.option_groups import RolloutMockConfig, RouterArguments, TransferBackendArguments
 from roll.configs.problems import ConfigProblems, Problem, wrong
 from roll.configs.worker_config import EnvironmentVariables, WorkerConfig
 
+# For the pipelines that generate nothing: fields of `BaseConfig` that say how to.
+_FIXED_STEP = "a step is per_device_train_batch_size x gradient_accumulation_steps on every rank"
+NO_ROLLOUTS = {
+    "rollout_batch_size": _FIXED_STEP,
+    "val_batch_size": "all rows of the validation are scored",
+    "rollout_dump_dir": "nothing is generated",
+    "rollout_mock": "nothing is generated",
+    "model_update_buffer_size_mb": "weights stay where they are trained",
+}
 _PROFILER = NoEffect("torch.profiler and the run report replace it")
 _ROUTER = NoEffect("engines batch requests themselves, and workers get equal shares")
 
@@ -227,7 +237,9 @@ class BaseConfig(ScheduleConfig):
             self.settle(val_prompt_length=self.prompt_length, val_sequence_length=self.sequence_length)
         elif given != (True, True):
             missing = "val_sequence_length" if given[0] else "val_prompt_length"
-            raise ConfigProblems([Problem(missing, "missing; the two lengths of the validation are set together")])
+            if not is_without_effect(type(self).model_fields[missing]):
+                raise ConfigProblems([Problem(missing, "missing; the two lengths of the validation are set together")])
+            self.settle(**{missing: getattr(self, missing.removeprefix("val_"))})
 
     def _settle_roles(self) -> None:
         """Give every role its name and what it inherits from the pipeline."""
@@ -326,6 +338,27 @@ class BaseConfig(ScheduleConfig):
             roles = ", ".join(without_model)
             problems.append(Problem("pretrain", f"missing; a folder or a Hugging Face name of the model for {roles}"))
         return problems
+
+    def idle_keys(self) -> dict[str, str]:
+        """Keys that someone wrote and that another key makes useless, with the reason."""
+        idle = {}
+        trackers = [self.track_with] if isinstance(self.track_with, str) else self.track_with
+        if self.tracker_kwargs and set(trackers) <= {"stdout", "jsonl", "none"}:
+            idle["tracker_kwargs"] = "no tracker of track_with takes options"
+        is_derived = "sequence_length" not in self.model_fields_set or "response_length" in self.model_fields_set
+        if self._is_written("prompt_length") and not is_derived:
+            idle["prompt_length"] = "sequence_length is the limit"
+        for name, role in self.all_roles().items():
+            for phase in ("train", "infer"):
+                budget = f"max_tokens_per_microbatch_in_{phase}"
+                if getattr(role, budget) and not getattr(role, f"use_dynamic_batching_in_{phase}"):
+                    idle[f"{self.key_of(name)}.{budget}"] = f"use_dynamic_batching_in_{phase} is off"
+        return idle
+
+    def _is_written(self, key: str) -> bool:
+        """Whether a field was given a value other than its default."""
+        default = type(self).model_fields[key].get_default(call_default_factory=True)
+        return key in self.model_fields_set and getattr(self, key) != default
 
     @property
     def execution_backend(self) -> Literal["local", "ray"]:

@@ -357,6 +357,28 @@ class PPOConfig(BaseConfig):
                 )
         return plans
 
+    def idle_keys(self) -> dict[str, str]:
+        idle = super().idle_keys()
+        switches: dict[str, tuple[str, bool]] = {
+            "pg_clip_low": ("use_pg_clip_range is off", self.use_pg_clip_range),
+            "pg_clip_high": ("use_pg_clip_range is off", self.use_pg_clip_range),
+            "dual_clip_c": ("dual_clip_loss is off", self.dual_clip_loss),
+            "kl_loss_coef": ("use_kl_loss is off", self.use_kl_loss),
+            "target_kl": ("add_token_level_kl is off", self.add_token_level_kl),
+            "kl_horizon": ("target_kl is null", self.target_kl is not None),
+            "lambd": ("adv_estimator is not gae", self.adv_estimator == "gae"),
+            "value_clip": ("adv_estimator is not gae", self.adv_estimator == "gae"),
+            "critic_warmup": ("adv_estimator is not gae", self.adv_estimator == "gae"),
+        }
+        idle |= {key: why for key, (why, is_on) in switches.items() if self._is_written(key) and not is_on}
+        variant = self.actor_train.pg_variant or "ppo"
+        for key in self.actor_train.model_fields_set:
+            of_variant = key.partition("_")[0] in ("topr", "tis", "cispo", "kimi15")
+            is_changed = getattr(self.actor_train, key) != WorkerConfig.model_fields[key].default
+            if of_variant and is_changed and not key.startswith(variant):
+                idle[f"actor_train.{key}"] = f"pg_variant is {variant}"
+        return idle
+
     @property
     def execution_backend(self) -> Literal["local", "ray"]:
         """Where workers run, decided: also on Ray where generation goes on while the policy is trained."""

@@ -23,6 +23,7 @@ from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.model_args import ModelArguments
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, show, wrong
+from roll.configs.strategy_options import Fsdp2Options, option_problems, options_of
 from roll.configs.training_args import TrainingArguments
 from roll.configs.unsupported import UNSUPPORTED_STRATEGIES
 
@@ -54,7 +55,7 @@ class StrategyArguments(ConfigModel):
     """hf_train, fsdp2_train or deepspeed_train to train; hf_infer, fsdp2_infer, deepspeed_infer or vllm otherwise."""
 
     strategy_config: dict[str, Any] = Field(default_factory=dict)
-    """Options of the strategy: `fsdp_size` and the like, vLLM's engine arguments, a whole DeepSpeed config."""
+    """Options of the strategy, see below; vLLM's engine arguments; a whole DeepSpeed config."""
 
     @field_validator("strategy_name")
     @classmethod
@@ -74,35 +75,12 @@ class StrategyArguments(ConfigModel):
     def _null_is_empty(cls, value: Any) -> Any:
         return {} if value is None else value
 
-
-def is_megatron_key(key: str) -> bool:
-    """Whether an option of a strategy is one of Megatron's own, which no strategy here reads."""
-    return key in _MEGATRON_KEYS or str(key).startswith("moe_")
-
-
-_MEGATRON_KEYS = frozenset(
-    {
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "context_parallel_size",
-        "sequence_parallel",
-        "use_distributed_optimizer",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "accumulate_allreduce_grads_in_fp32",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "bias_activation_fusion",
-        "apply_rope_fusion",
-        "variable_seq_lengths",
-        "use_flash_attn",
-        "additional_configs",
-    }
-)
+    @model_validator(mode="after")
+    def _check_options(self) -> StrategyArguments:
+        problems = option_problems(self.strategy_name, self.strategy_config)
+        if problems:
+            raise ConfigProblems([problem.under("strategy_config") for problem in problems])
+        return self
 
 
 class SequencePackingConfig(ConfigModel):
@@ -286,10 +264,11 @@ class WorkerConfig(ConfigModel):
             self.settle(world_size=len(self.device_mapping) // self.num_gpus_per_worker)
         elif self.world_size is None:
             self.settle(world_size=1)
-        if self.holds_model and self.world_size % self.model_args.ulysses_size:
-            low, high = nearest_multiples(self.world_size, self.model_args.ulysses_size)
-            expected = f"a multiple of ulysses_size = {self.model_args.ulysses_size}"
-            raise ConfigProblems([wrong("world_size", self.world_size, expected, f"use {low} or {high} workers")])
+        options = options_of(self.strategy_name or "", self.strategy_config)
+        if isinstance(options, Fsdp2Options) and 1 < (options.fsdp_size or 1) < self.world_size:
+            expected = f"{self.world_size}, the number of ranks: not built yet: sharding over a part of them"
+            key = "strategy_args.strategy_config.fsdp_size"
+            raise ConfigProblems([wrong(key, options.fsdp_size, expected, "remove it")])
         dtype = self.model_args.dtype
         precision = {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
         self.settle(training_args=self.training_args.model_copy(update=precision))
@@ -348,8 +327,8 @@ class WorkerConfig(ConfigModel):
 
     @property
     def dp_size(self) -> int:
-        """Workers that see different rows: all of them, less those that share a sequence."""
-        return self.world_size // (1 if self.strategy_name == "vllm" else self.model_args.ulysses_size)
+        """Workers that see different rows: all of them."""
+        return self.world_size
 
     @property
     def rows_per_optimizer_step(self) -> int:

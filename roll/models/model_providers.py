@@ -49,8 +49,6 @@ class ModelSettings(LoraSettings, Protocol):
     @property
     def attn_implementation(self) -> str | None: ...
     @property
-    def moe_aux_loss_coef(self) -> float | None: ...
-    @property
     def disable_gradient_checkpointing(self) -> bool: ...
     @property
     def gradient_checkpointing_use_reentrant(self) -> bool | None: ...
@@ -216,12 +214,6 @@ def _provide(
             " additional_target; remove freeze_module_prefix"
         )
     config = _load_config(args)
-    if is_trainable and args.moe_aux_loss_coef is not None:
-        if not hasattr(config, "router_aux_loss_coef"):
-            raise ConfigError(f"moe_aux_loss_coef: {type(config).__name__} has no router loss; remove the setting")
-        # The model then reports the router's loss as `output.aux_loss`, for the strategy to add with this factor.
-        config.router_aux_loss_coef = args.moe_aux_loss_coef
-        config.output_router_logits = True
     if auto_class is not AutoModelForCausalLM:
         config.num_labels = args.num_labels
         # The token classifiers of transformers drop 10% of the features by default: noise in every value.

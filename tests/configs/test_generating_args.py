@@ -34,10 +34,9 @@ def test_to_dict_has_one_length_limit_and_no_undecided_key():
     assert values["include_stop_str_in_output"] is True
 
 
-def test_a_beam_search_returns_its_beams():
-    assert GeneratingArguments(num_beams=3).num_return_sequences == 3
-    with pytest.raises(ConfigError, match=r"num_return_sequences: found 2 .*, expected num_beams = 3"):
-        GeneratingArguments(num_beams=3, num_return_sequences=2)
+def test_a_beam_search_is_not_built():
+    with pytest.raises(ConfigError, match=r"num_beams: found 3 \(int\); not built yet: beam search; .* set it to 1"):
+        GeneratingArguments(num_beams=3)
 
 
 @pytest.mark.parametrize(

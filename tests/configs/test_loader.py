@@ -47,6 +47,7 @@ def test_a_dpo_file():
         "checkpoint_config",
         "track_name",
         "train_batch_size",
+        "val_batch_size",
         "local_rank",
         "actor_train.model_args.flash_attn",
         "actor_train.data_args.dataset_dir",
@@ -78,6 +79,87 @@ def test_an_rlvr_file():
         "actor_train.strategy_args.strategy_config.moe_grouped_gemm",
     )
     assert [str(item) for item in loaded.replaced] == ["actor_infer.generating_args.max_new_tokens: 1000 became 4096"]
+
+
+def test_values_that_follow_from_others_are_named(tmp_path):
+    text = """
+pipeline: rlvr
+sequence_length: 64
+prompt_length: 32
+seed: 7
+actor_train:
+  name: me
+  world_size: 3
+  device_mapping: [0, 1]
+  model_args: {dtype: fp16, attn_implementation: fa2}
+  training_args: {seed: 1, output_dir: mine, bf16: true, fp16: false}
+"""
+    prefix = "actor_train.training_args"
+    assert sorted(map(str, load_config(write(tmp_path, text), warn=False).replaced)) == [
+        "actor_train.name: me became actor_train",
+        f"{prefix}.bf16: True became False",
+        f"{prefix}.fp16: False became True",
+        f"{prefix}.output_dir: mine became ./output",
+        f"{prefix}.seed: 1 became 7",
+        "actor_train.world_size: 3 became 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "text", "idle"),
+    [
+        ("dpo", "prompt_length: 16", "prompt_length (sequence_length is the limit)"),
+        ("dpo", "track_with: none\ntracker_kwargs: {project: p}", "tracker_kwargs (no tracker of track_with takes op"),
+        ("rlvr", "kl_loss_coef: 0.1", "kl_loss_coef (use_kl_loss is off)"),
+        ("rlvr", "adv_estimator: grpo\nlambd: 0.5", "lambd (adv_estimator is not gae)"),
+        ("rlvr", "actor_train: {kimi15_tau: 3}", "actor_train.kimi15_tau (pg_variant is ppo)"),
+        ("rlvr", "difficulty_low_threshold: 0.3", "difficulty_low_threshold (difficulty_mask is off)"),
+        ("sft", "actor_train: {max_tokens_per_microbatch_in_train: 99}", "(use_dynamic_batching_in_train is off)"),
+    ],
+)
+def test_a_key_that_another_one_switches_off_is_named(tmp_path, pipeline, text, idle):
+    size = "sequence_length: 2048"
+    loaded = load_config(write(tmp_path, f"pipeline: {pipeline}\n{size}\n{text}"), warn=False)
+    assert idle in ", ".join(loaded.ignored)
+    again = load_config(write(tmp_path, f"pipeline: {pipeline}\n{size}", "plain.yaml"), warn=False)
+    assert again.ignored == ()
+
+
+def test_settings_that_change_nothing_in_one_pipeline_are_named_there(tmp_path):
+    text = "pipeline: {}\nsequence_length: 2048\nrollout_batch_size: 64"
+    assert load_config(write(tmp_path, text.format("dpo")), warn=False).ignored == ("rollout_batch_size",)
+    assert load_config(write(tmp_path, text.format("rlvr")), warn=False).ignored == ()
+
+
+def test_keys_of_an_environment_without_effect_are_named(tmp_path):
+    text = (
+        "pipeline: agentic\nsequence_length: 64\neval_steps: 0\ncustom_envs: {SimpleSokoban: {use_thread_lock: true}}"
+    )
+    assert load_config(write(tmp_path, text), warn=False).ignored == ("custom_envs.SimpleSokoban.use_thread_lock",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "{type: mean_filter, filter_args: {treshold_up: 1}}",
+            'treshold_up: unknown key; did you mean "threshold_up"?',
+        ),
+        ("{type: std_filter, filter_args: {threshold_up: 1}}", "threshold_up: unknown key"),
+        ("{type: std_filter, filter_args: {std_threshold: low}}", "std_threshold: found"),
+    ],
+)
+def test_options_of_a_filter_are_checked(tmp_path, text, message):
+    rewards = f"rewards: {{math: {{reward_fn: 'a.py:f', query_filter_config: {text}}}}}"
+    path = write(tmp_path, f"pipeline: rlvr\nsequence_length: 2048\n{rewards}")
+    assert f"rewards.math.query_filter_config.filter_args.{message}" in error_of(path)
+
+
+def test_code_runs_on_this_machine(tmp_path):
+    text = "pipeline: rlvr\nsequence_length: 2048\nrewards: {code: {reward_fn: 'a.py:f', code_url: 'http://x'}}"
+    assert load_config(write(tmp_path, text), warn=False).ignored == ("rewards.code.code_url",)
+    message = "rewards.code.use_local: found False (bool); not built yet: running code at code_url"
+    assert message in error_of(write(tmp_path, text.replace("code_url: 'http://x'", "use_local: false")))
 
 
 def test_an_agentic_file():
@@ -136,7 +218,7 @@ def test_all_keys_without_effect_are_in_one_warning():
         load_config(DPO)
     (warning,) = caught
     assert warning.category is ConfigWarning
-    beginning = "accepted without effect: checkpoint_config, track_name, train_batch_size, local_rank, actor_train"
+    beginning = "accepted without effect: checkpoint_config, track_name, train_batch_size, val_batch_size, local_rank, "
     assert beginning in str(warning.message)
 
 
@@ -226,7 +308,7 @@ def test_what_does_not_divide_is_an_error_with_the_two_nearest_values():
 def test_megatron_files_load_with_the_nearest_strategy():
     strategy = "actor_train.strategy_args.strategy_name"
     assert f'{strategy}: the strategy "megatron_train" is not supported' in error_of(RLVR, f"{strategy}=megatron_train")
-    assert load_config(RLVR, [f"{strategy}=hf_train"], warn=False).config.actor_train.strategy_name == "hf_train"
+    assert load_config(RLVR, [f"{strategy}=fsdp2_train"], warn=False).config.actor_train.strategy_name == "fsdp2_train"
 
 
 def test_unsupported_parts_are_named_before_anything_else(tmp_path):

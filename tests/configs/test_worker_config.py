@@ -7,7 +7,6 @@ from roll.configs.worker_config import (
     StrategyArguments,
     WorkerConfig,
     is_actor_infer_overlapping_with_any_cluster,
-    is_megatron_key,
 )
 from roll.exceptions import ConfigError
 
@@ -101,13 +100,6 @@ def test_a_bad_device_mapping_is_told_by_its_key():
         WorkerConfig(device_mapping="all")
 
 
-def test_ranks_that_share_a_sequence_count_once():
-    config = worker("deepspeed_train", device_mapping="list(range(0,8))", model_args={"ulysses_size": 2})
-    assert (config.world_size, config.dp_size) == (8, 4)
-    with pytest.raises(ConfigError, match=r"world_size: found 6 .* multiple of ulysses_size = 4; use 4 or 8 workers"):
-        worker(world_size=6, model_args={"ulysses_size": 4})
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("megatron_train", "fsdp2_train"), ("megatron_infer", "fsdp2_infer"), ("sglang", "vllm")],
@@ -164,8 +156,3 @@ def test_overlap_of_generation_with_other_roles():
     assert is_actor_infer_overlapping_with_any_cluster(infer, actor_train=WorkerConfig(device_mapping=[3, 4]))
     assert not is_actor_infer_overlapping_with_any_cluster(infer, reference=WorkerConfig(device_mapping=[0, 1]))
     assert not is_actor_infer_overlapping_with_any_cluster(WorkerConfig(), critic=WorkerConfig(device_mapping=[0]))
-
-
-def test_megatron_options_are_recognised():
-    assert is_megatron_key("tensor_model_parallel_size") and is_megatron_key("moe_grouped_gemm")
-    assert not is_megatron_key("fsdp_size")

@@ -225,11 +225,6 @@ def test_padding_token_reaches_the_config(tmp_path):
     assert actor(folder).config.pad_token_id == 0
 
 
-def test_router_loss_needs_a_mixture_of_experts(folder):
-    with pytest.raises(ConfigError, match="moe_aux_loss_coef: Qwen2Config has no router loss"):
-        actor(folder, is_trainable=True, moe_aux_loss_coef=0.1)
-
-
 # Training
 
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roll.configs.strategy_options import DeepSpeedTrainOptions
 from roll.exceptions import ConfigError
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 # DeepSpeed's own 5e8 elements are 2 GB of float32 per rank, taken once for the whole run.
 REDUCE_BUCKET_SIZE = 50_000_000
-OWN_KEYS = ("linear_logits", "keep_logits_gib", "share_prefixes")  # keys of roll that stand beside DeepSpeed's
+OWN_KEYS = DeepSpeedTrainOptions.model_fields  # keys of roll that stand beside DeepSpeed's
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,14 @@ not keep gathered weights alive; in bf16 it rounds differently, for every model 
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
+import inspect
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +38,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from roll.configs.problems import did_you_mean
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, training_stage, zero_stage
 from roll.distributed.strategy.deepspeed_state import ZeroState
@@ -47,8 +52,6 @@ from roll.models.lora import is_lora_model
 
 if TYPE_CHECKING:
     from roll.distributed.executor.worker import Worker
-
-LINEAR_LOGITS = "linear_logits"
 
 
 class DeepSpeedStrategy(InferenceStrategy):
@@ -78,7 +81,12 @@ class DeepSpeedStrategy(InferenceStrategy):
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             max_grad_norm=self.worker.pipeline_config.max_grad_norm,
         )
-        return complete_config(self.strategy_config, run, self.stage)
+        config = complete_config(self.strategy_config, run, self.stage)
+        known = words_of_deepspeed()
+        for key in config.keys() - known:
+            guess = did_you_mean(key, known)
+            raise ConfigError(f"{run.key(key)}: DeepSpeed has no such key; {guess or 'remove it'}")
+        return config
 
     def start_engine(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Meet the other ranks and hand the model, and what trains it, to DeepSpeed."""
@@ -169,12 +177,12 @@ class DeepSpeedStrategy(InferenceStrategy):
         return self.device.type != "cpu" and self.is_trainable and self.stage == 3 and not has_offload
 
     def _switch_linear_logits_off(self) -> None:
-        if self.strategy_config.get(LINEAR_LOGITS, False):
+        if self.strategy_config.get("linear_logits", False):
             raise ConfigError(
-                f"{self.worker_config.name}.strategy_args.strategy_config.{LINEAR_LOGITS}: found true, but ZeRO stage "
+                f"{self.worker_config.name}.strategy_args.strategy_config.linear_logits: found true, but ZeRO stage "
                 "3 takes the head's weight away before the loss reads it; leave the key out, or use stage 2 or fsdp2"
             )
-        self.strategy_config = {**self.strategy_config, LINEAR_LOGITS: False}
+        self.options = self.options.model_copy(update={"linear_logits": False})
 
 
 class DeepSpeedInferStrategy(DeepSpeedStrategy):
@@ -277,6 +285,23 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
         for group, learning_rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = learning_rate
         return global_step
+
+
+@functools.cache
+def words_of_deepspeed() -> frozenset[str]:
+    """Among these texts are all top-level keys of DeepSpeed's configuration.
+
+    DeepSpeed refuses unknown keys in its sections and ignores them at the top, where it has no list of them: a key is
+    a constant of one of its modules, or a text in the code of one that is about configuration.
+    """
+    words: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "deepspeed":
+            words |= {value for value in vars(module).values() if isinstance(value, str)}
+            if name.endswith("config"):
+                constants = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if hasattr(node, "value")]
+                words |= {node.value for node in constants if isinstance(node.value, str)}
+    return frozenset(words)
 
 
 def import_deepspeed(*, on_cpu: bool) -> Any:

@@ -1,18 +1,6 @@
 """`fsdp2_train` and `fsdp2_infer`: parameters, gradients and optimizer state sharded over all ranks with `fully_shard`.
 
-Keys of `strategy_config`:
-
-    param_dtype             bf16 | fp16 | fp32: what layers compute in (default: `model_args.dtype`)
-    reduce_dtype            what gradients are summed in (default fp32)
-    reshard_after_forward   free a layer's gathered weights after its forward pass (default true)
-    offload_policy          keep shards in host memory and copy them to the device layer by layer (default false)
-    reduce_scatter_during_grad_accumulation
-                            sum gradients over ranks after every micro-batch, which needs less memory (default true);
-                            false: once a step, which needs less communication
-    linear_logits           never build a logits tensor (default true)
-    keep_logits_gib         how much of a micro-batch's logits may wait for its backward, in training (see
-                            train_strategy; default: 2% of the GPU's memory)
-    share_prefixes          compute tokens once that rows have in common (default true)
+`roll.configs.strategy_options` has the keys of `strategy_config`.
 
 Training keeps float32 master weights whatever `param_dtype` is. All ranks run equally many forward and backward
 passes: a rank with fewer micro-batches takes part with an empty one.
@@ -29,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from roll.configs.strategy_options import Fsdp2Options, Fsdp2TrainOptions
 from roll.distributed.strategy.checkpoint import load_optimizer, save_optimizer
 from roll.distributed.strategy.micro_batches import Rows, split_to
 from roll.distributed.strategy.ranks import Ranks
 from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider, decoder_layers, full_tensor
 from roll.distributed.strategy.train_strategy import TrainStrategy
-from roll.exceptions import ConfigError
 from roll.models.hf_checkpoint import read_hf_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -70,7 +58,7 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         assert isinstance(self.model, FSDPModule)
-        if not self.strategy_config.get("reduce_scatter_during_grad_accumulation", True):
+        if not self.options.reduce_scatter_during_grad_accumulation:
             self.model.set_requires_gradient_sync(is_last)
         # The reduction over ranks is a mean; the losses of ranks add up.
         (loss * self.ranks.size).backward()
@@ -104,41 +92,25 @@ def shard_model(strategy: InferenceStrategy) -> None:
     The head belongs into the root group, which stays gathered from its forward to its backward: the log-prob operators
     read the head's weight after the model has returned.
     """
-    config = strategy.strategy_config
-    if config.get("compile", False):
-        role = strategy.worker_config.name
-        raise ConfigError(
-            f"{role}.strategy_args.strategy_config.compile: found true, expected false for {strategy.strategy_name}; "
-            "hf_train and hf_infer can compile their layers"
-        )
-    offload = bool(config.get("offload_policy", False))
+    options: Fsdp2Options = strategy.options
+    offload = options.offload_policy
     on_gpu = strategy.device.type == "cuda"
     strategy.worker.init_process_group(backend="cpu:gloo,cuda:nccl" if offload and on_gpu else None)
     strategy.ranks = Ranks.of_default_group(strategy.device)
     mesh = init_device_mesh(strategy.device.type, (strategy.ranks.size,))
     policy = MixedPrecisionPolicy(
-        param_dtype=_dtype(strategy, "param_dtype", strategy.worker_config.model_args.dtype),
-        reduce_dtype=_dtype(strategy, "reduce_dtype", "fp32"),
+        param_dtype=DTYPES[options.param_dtype or strategy.worker_config.model_args.dtype],
+        reduce_dtype=DTYPES[options.reduce_dtype] if isinstance(options, Fsdp2TrainOptions) else None,
     )
     offload_policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     for layer in decoder_layers(strategy.model):
         fully_shard(
             layer,
             mesh=mesh,
-            reshard_after_forward=config.get("reshard_after_forward", True),
+            reshard_after_forward=options.reshard_after_forward is not False,
             mp_policy=policy,
             offload_policy=offload_policy,
         )
     fully_shard(strategy.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload_policy)
     if not offload:
         strategy.model.to(strategy.device)
-
-
-def _dtype(strategy: InferenceStrategy, key: str, default: str) -> torch.dtype:
-    name = strategy.strategy_config.get(key) or default
-    if name not in DTYPES:
-        role = strategy.worker_config.name
-        raise ConfigError(
-            f"{role}.strategy_args.strategy_config.{key}: found {name!r}, expected one of {', '.join(DTYPES)}"
-        )
-    return DTYPES[name]

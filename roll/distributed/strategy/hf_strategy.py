@@ -39,7 +39,7 @@ class HfInferStrategy(InferenceStrategy):
     def initialize(self, model_provider: ModelProvider) -> None:
         self.build_model(model_provider)
         self.model.requires_grad_(False).to(self.device)
-        if self.strategy_config.get("compile", False):
+        if self.options.compile:
             compile_layers(self.model)
 
     @property
@@ -52,7 +52,7 @@ class HfInferStrategy(InferenceStrategy):
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_ids=end_tokens(self.tokenizer, base_model(model).generation_config),
                 decode=text_of(self.tokenizer),
-                max_batch_size=self.strategy_config.get("max_batch_size"),
+                max_batch_size=self.options.max_batch_size,
             )
         self._engine.model = model
         self._engine.policy_version = self.policy_version
@@ -69,7 +69,7 @@ class HfTrainStrategy(TrainStrategy):
         self.build_model(model_provider)
         self.join_ranks()
         self.model.to(self.device)
-        if self.strategy_config.get("compile", False):
+        if self.options.compile:
             compile_layers(self.model)
         self.make_optimizer()
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from roll.configs.strategy_options import options_of
 from roll.datasets.collator import positions
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.micro_batches import (
@@ -33,7 +34,6 @@ from roll.distributed.strategy.micro_batches import (
 from roll.distributed.strategy.ranks import Ranks
 from roll.distributed.strategy.weight_sync import SyncPlan, WeightChannel, checksum
 from roll.engines.engine import Engine
-from roll.exceptions import ConfigError
 from roll.models.linear_head import use_linear_logits
 from roll.models.lora import adapter_disabled, base_model, is_lora_model, merged_state_dict
 from roll.models.model_providers import default_tokenizer_provider
@@ -67,6 +67,7 @@ class InferenceStrategy(ABC):
         self.worker = worker
         self.worker_config = worker.worker_config
         self.strategy_config: Mapping[str, Any] = worker.worker_config.strategy_args.strategy_config
+        self.options: Any = options_of(worker.worker_config.strategy_args.strategy_name, self.strategy_config)
         self.model: nn.Module
         self.tokenizer: Any = None
         self.device = torch.device("cpu")
@@ -99,14 +100,9 @@ class InferenceStrategy(ABC):
         self._mention_unused_gpus()
         head = base_model(self.model).get_output_embeddings()
         builds_logits = head is not None
-        if builds_logits and self.strategy_config.get("linear_logits", True):
+        if builds_logits and self.options.linear_logits:
             builds_logits = not use_linear_logits(self.model)
-        wanted = self.strategy_config.get("share_prefixes")
-        if wanted not in (None, True, False):
-            raise ConfigError(
-                f"{self.worker_config.name}.strategy_args.strategy_config.share_prefixes: found {wanted!r}, expected "
-                "true or false; left out, it is true"
-            )
+        wanted = self.options.share_prefixes
         # Spreading logits over the rows of a batch would copy them; hidden states and values are small.
         if not builds_logits and wanted is not False:
             self.shares_prefixes = use_token_tree(self.model)

@@ -59,7 +59,6 @@ from roll.utils.metrics.reduction import append_to_dict
 from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
 
 TRAINING_FOLDER = "training"
-KEEP_LOGITS = "keep_logits_gib"
 LossInParts = tuple[Tensor, list[Mapping[str, Any]]]
 MAX_BAD_STEPS = 3  # consecutive non-finite steps before a run stops
 PLACEHOLDER = (
@@ -124,24 +123,14 @@ class TrainStrategy(InferenceStrategy):
     @functools.cached_property
     def kept_logits_bytes(self) -> int:
         """How much of a micro-batch's logits may wait for its backward; default: 2% of the GPU's memory, or 1 GiB."""
-        gib = self.strategy_config.get(KEEP_LOGITS)
+        gib = self.options.keep_logits_gib
         if gib is None:
             on_gpu = self.device.type == "cuda"
             return torch.cuda.get_device_properties(self.device).total_memory // 50 if on_gpu else 1 << 30
-        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not gib >= 0:
-            raise ConfigError(
-                f"{self.worker_config.name}.strategy_args.strategy_config.{KEEP_LOGITS}: found {gib!r}, expected a "
-                "number of GiB, 0 to keep none"
-            )
         return int(gib * 2**30)
 
     def build_model(self, model_provider: ModelProvider) -> None:
         path = f"{self.worker_config.name}.model_args"
-        if self.worker_config.model_args.moe_aux_loss_coef is not None:
-            raise ConfigError(
-                f"{path}.moe_aux_loss_coef: found {self.worker_config.model_args.moe_aux_loss_coef}, expected null; no "
-                "strategy adds the router's loss yet, so the setting would change nothing. Remove it"
-            )
         if self.worker_config.model_args.dtype == "fp16" and not self.scales_loss:
             raise ConfigError(
                 f"{path}.dtype: found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does not "

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from roll.configs.problems import did_you_mean
+from roll.configs.strategy_options import VLLM_IGNORED
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.checkpoint import random_states, restore_random_states
 from roll.distributed.strategy.strategy import ForwardFunction, InferenceStrategy, ModelProvider
@@ -44,21 +45,6 @@ if TYPE_CHECKING:
     from roll.distributed.executor.worker import Worker
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Engine arguments that follow from other settings, and which.
-SET_ELSEWHERE = {
-    "model": "model_args.model_name_or_path",
-    "tokenizer": "model_args.model_name_or_path",
-    "dtype": "model_args.dtype",
-    "trust_remote_code": "model_args.trust_remote_code",
-    "hf_overrides": "model_args.model_config_kwargs",
-    "seed": "seed",
-    "data_parallel_size": "world_size or device_mapping",
-    "distributed_executor_backend": "backend",
-    "logprobs_mode": "nothing: log-probabilities are always those of the sampled distribution",
-    "worker_cls": "nothing",
-    "worker_extension_cls": "nothing",
-}
-NO_EFFECT = frozenset({"sleep_level", "linear_logits"})  # keys of ROLL and of the other strategies
 CPU_CACHE_BYTES = 2**30
 
 
@@ -169,7 +155,7 @@ class VllmStrategy(InferenceStrategy):
     def _engine_options(self, source: str) -> dict[str, Any]:
         """vLLM's engine arguments: ours, under those of `strategy_config`, which are checked first."""
         args = self.worker_config.model_args
-        given = {key: value for key, value in self.strategy_config.items() if key not in NO_EFFECT}
+        given = {key: value for key, value in self.strategy_config.items() if key not in VLLM_IGNORED}
         _check_keys(given)
         if any((given.get(key) or 1) > 1 for key in ("tensor_parallel_size", "pipeline_parallel_size")):
             raise ConfigError(
@@ -359,8 +345,6 @@ def _sampling_params(sample: Sample) -> Any:
 def _check_keys(given: Mapping[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(_import_vllm().EngineArgs) if not field.name.startswith("_")}
     for key in given:
-        if key in SET_ELSEWHERE:
-            raise ConfigError(f"strategy_config.{key}: it follows from {SET_ELSEWHERE[key]}; remove it")
         if key not in known:
             guess = did_you_mean(key, known)
             raise ConfigError(f"strategy_config.{key}: vLLM has no such engine argument; {guess or 'remove it'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -16,10 +17,12 @@ from roll.configs.config_model import (
     AtLeastOne,
     AtLeastZero,
     ConfigModel,
+    Entries,
     Fraction,
     Late,
     NoEffect,
     NonNegative,
+    NotBuilt,
     Number,
     Positive,
     Whole,
@@ -27,7 +30,7 @@ from roll.configs.config_model import (
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.ppo_config import ESTIMATOR_NORMS
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
-from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
+from roll.configs.worker_config import WorkerConfig
 from roll.exceptions import ConfigError
 from roll.utils.import_utils import import_class
 
@@ -42,6 +45,14 @@ PROMPTS_ARE_WHOLE = {
     _MANAGERS + "proxy_env_manager.ProxyEnvManager": False,
 }
 
+# What the proxies that come with the project read of `proxy_config`.
+PROXY_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "policy": (),
+    "random": (),
+    "openai": (
+        "base_url", "model_name", "api_key", "api_key_env", "max_concurrency", "timeout", "max_retries", "extra_body",
+    ),
+}  # fmt: skip
 NormType = Literal["batch", "group"] | None
 
 
@@ -83,9 +94,20 @@ class LLMProxyConfig(ConfigModel):
     """The policy under training (`policy`), a service (`openai`), or random actions (`random`)."""
 
     proxy_config: dict[str, Any] = Field(default_factory=dict)
-    """Options of the proxy."""
+    """Options of the proxy; `policy` and `random` have none."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        known = PROXY_OPTIONS.get(self.proxy_type)
+        unknown = [] if known is None else [key for key in self.proxy_config if key not in known]
+        if known is not None and unknown:
+            has = f"the {self.proxy_type} proxy has " + (", ".join(known) or "no options")
+            how = {key: did_you_mean(key, known) or has for key in unknown}
+            raise ConfigProblems([Problem(f"proxy_config.{key}", f"unknown key; {how[key]}") for key in unknown])
+        return self
 
 
+_JUDGE = NotBuilt("a role that judges for environments; they judge by themselves, or ask a service of their own", None)
 _ENV_TIMEOUT = NoEffect("environments that hang are ended after env_timeout and counted")
 
 
@@ -247,10 +269,17 @@ class EnvManagerConfig(WorkerConfig):
 class AgenticConfig(PPOConfig):
     """Environments, how trajectories are scored, and what of them is trained on."""
 
+    inherited_without_effect: ClassVar[Mapping[str, str]] = {
+        "val_prompt_length": "validation trajectories have the lengths of the others",
+        "val_sequence_length": "validation trajectories have the lengths of the others",
+        "norm_mean_type": "reward_normalization has its own",
+        "norm_std_type": "reward_normalization has its own",
+    }
+
     pipeline: Literal["agentic"] = "agentic"
     """Which pipeline this config is for."""
 
-    custom_envs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    custom_envs: Annotated[dict[str, dict[str, Any]], Entries(EnvTemplate)] = Field(default_factory=dict)
     """Environments by tag: `env_type`, `env_manager_cls`, `max_steps`, templates and the environment's own options."""
 
     train_env_manager: EnvManagerConfig = Field(default_factory=EnvManagerConfig)
@@ -262,13 +291,14 @@ class AgenticConfig(PPOConfig):
     render_save_dir: Annotated[str | None, UNUSED_IN_ROLL] = None
     """Folder of rendered frames."""
 
-    reward: RewardConfig | None = None  # pyrefly: ignore[bad-override]  (narrower than in PPOConfig, and frozen)
+    # Narrower than in PPOConfig, and frozen.
+    reward: Annotated[RewardConfig | None, _JUDGE] = None  # pyrefly: ignore[bad-override]
     """A judge that environments may ask."""
 
     reward_normalization: RewardNormalizationConfig = Field(default_factory=RewardNormalizationConfig)
     """How scores are made comparable."""
 
-    env_monitor: EnvMonitorConfig = Field(default_factory=EnvMonitorConfig)
+    env_monitor: Annotated[EnvMonitorConfig, _ENV_TIMEOUT] = Field(default_factory=EnvMonitorConfig)
     """Watches for environments that no longer answer."""
 
     dirty_data_mask: Annotated[bool, UNUSED_IN_ROLL] = False
@@ -432,21 +462,12 @@ class AgenticConfig(PPOConfig):
         is_validated = self.eval_steps > 0
         return {name: role for name, role in super().active_roles().items() if name != "val_env" or is_validated}
 
-    def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
-        strategies = super().allowed_strategies()
-        if self.reward is not None and self.reward.holds_model:
-            strategies["reward"] = (*INFER_STRATEGIES, "vllm")
-        return strategies
-
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
         if self.is_replay:
             return problems
         if not self.custom_envs:
             problems.append(Problem("custom_envs", "missing; define the environments that the tags name"))
-        if self.reward is not None:
-            found = "found a judge, expected null: environments here judge by themselves, or ask a service of their own"
-            problems.append(Problem("reward", found))
         for tag in [tag for tag in self.custom_envs if self.env_template(tag).env_type is None]:
             problems.append(Problem(f"custom_envs.{tag}.env_type", "missing; the id or dotted path of an environment"))
         return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from roll.configs.base_config import BaseConfig
 from roll.configs.batch_plan import BatchPlan
 from roll.configs.config_model import AtLeastOne, Number, Positive
+from roll.configs.pipeline_config import NO_ROLLOUTS
 from roll.configs.problems import Problem, wrong
 from roll.configs.worker_config import INFER_STRATEGIES, TRAIN_STRATEGIES, WorkerConfig
 
@@ -22,6 +24,11 @@ class DPOConfig(BaseConfig):
     Sizes count pairs: with `per_device_train_batch_size: 4` a micro-batch is 4 pairs, which are 8 rows. (ROLL doubles
     the sizes in the config instead, each time one is built from the same roles.)
     """
+
+    inherited_without_effect: ClassVar[Mapping[str, str]] = NO_ROLLOUTS | {
+        "val_prompt_length": "validation pairs have the lengths of the others",
+        "val_sequence_length": "validation pairs have the lengths of the others",
+    }
 
     pipeline: Literal["dpo"] = "dpo"
     """Which pipeline this config is for."""

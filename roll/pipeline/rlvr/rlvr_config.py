@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -16,6 +17,7 @@ from roll.configs.config_model import (
     ConfigModel,
     NoEffect,
     NonNegative,
+    NotBuilt,
     Number,
     Positive,
 )
@@ -51,6 +53,21 @@ class RewardFilterConfig(ConfigModel):
     filter_args: dict[str, Any] = Field(default_factory=dict)
     """`threshold_down` and `threshold_up` of the mean filter, `std_threshold` of the other; bounds are dropped too."""
 
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        by_type = {"mean_filter": ["threshold_down", "threshold_up"], "std_filter": ["std_threshold"]}
+        known = by_type.get(self.type, [key for keys in by_type.values() for key in keys])
+        problems = []
+        for key, value in self.filter_args.items():
+            if key not in known:
+                how = did_you_mean(key, known) or f"{self.type} has {', '.join(known)}"
+                problems.append(Problem(f"filter_args.{key}", f"unknown key; {how}"))
+            elif isinstance(value, bool) or not isinstance(value, (int, float)):
+                problems.append(wrong(f"filter_args.{key}", value, "a number"))
+        if problems:
+            raise ConfigProblems(problems)
+        return self
+
 
 class RewardConfig(WorkerConfig):
     """The reward of one domain: a function of yours (`reward_fn`), or a worker class (`worker_cls`)."""
@@ -64,10 +81,10 @@ class RewardConfig(WorkerConfig):
     reward_memory_mb: AtLeastOne = 4096
     """Megabytes that scoring may add to its process; a sample that needs more is dropped."""
 
-    code_url: str | None = None
+    code_url: Annotated[str | None, NoEffect("code runs in a sandbox on this machine")] = None
     """Address of a code sandbox."""
 
-    use_local: bool = True
+    use_local: Annotated[bool, NotBuilt("running code at code_url", True)] = True
     """Run code on this machine instead of at `code_url`."""
 
     judge_prompt: str | None = None
@@ -136,6 +153,10 @@ class RLVRConfig(PPOConfig):
     """Prompts with a checkable answer: PPO, GRPO, REINFORCE++ and relatives."""
 
     ignored_keys: ClassVar[frozenset[str]] = PPOConfig.ignored_keys | {"positive_loss_coef"}
+    inherited_without_effect: ClassVar[Mapping[str, str]] = {
+        "val_batch_size": "all prompts of the validation are answered",
+        "reward": "rewards has an entry for each domain",
+    }
 
     pipeline: Literal["rlvr"] = "rlvr"
     """Which pipeline this config is for."""
@@ -318,6 +339,18 @@ class RLVRConfig(PPOConfig):
         if not self.rewards:
             problems.append(Problem("rewards", "missing; say how responses are scored, one entry per domain"))
         return problems
+
+    def idle_keys(self) -> dict[str, str]:
+        idle = super().idle_keys()
+        idle.pop("prompt_length", None)  # prompts have a limit of their own
+        for key, switch in (
+            ("difficulty_low_threshold", "difficulty_mask"),
+            ("difficulty_high_threshold", "difficulty_mask"),
+            ("error_max_len_threshold", "error_max_len_clip"),
+        ):
+            if self._is_written(key) and not getattr(self, switch):
+                idle[key] = f"{switch} is off"
+        return idle
 
     @property
     def samples_per_prompt(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from roll.configs.base_config import BaseConfig
 from roll.configs.batch_plan import BatchPlan
 from roll.configs.config_model import Fraction, Positive
+from roll.configs.pipeline_config import NO_ROLLOUTS
 from roll.configs.problems import Problem, wrong
 from roll.configs.worker_config import TRAIN_STRATEGIES, WorkerConfig
 
@@ -18,6 +20,11 @@ class SFTConfig(BaseConfig):
 
     One pipeline step is one optimizer step, on `per_device_train_batch_size * gradient_accumulation_steps` rows a rank.
     """
+
+    inherited_without_effect: ClassVar[Mapping[str, str]] = NO_ROLLOUTS | {
+        "val_prompt_length": "val_sequence_length is the limit of a row",
+        "is_offload_states": "there is one model",
+    }
 
     pipeline: Literal["sft"] = "sft"
     """Which pipeline this config is for."""

@@ -8,7 +8,6 @@ from training_setup import PROBES, make_batch, make_config
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.distributed.strategy import hf_strategy
-from roll.exceptions import ConfigError, WorkerError
 
 
 def trained(config, batches):
@@ -33,12 +32,3 @@ def test_compiled_layers_train_alike(tmp_path, monkeypatch, checkpointing):
     layers = hf_strategy.decoder_layers(strategy.model)
     assert len({type(layer) for layer in layers}) == 1 and type(layers[0]).__name__ == "Qwen2DecoderLayer"
     strategy.save_checkpoint(tmp_path / "saved", 1)  # the names of the weights are those of the model
-
-
-def test_sharded_models_say_that_they_cannot(tmp_path, lone_process_group):
-    folder = make_model_folder(tmp_path / "model")
-    config = make_config("dpo", folder, strategy="fsdp2_train", strategy_config={"compile": True})
-    cluster = Cluster("actor_train", PROBES["dpo"], ResourceManager(0, 1), config.actor_train)
-    with pytest.raises(WorkerError, match=r"strategy_config\.compile: found true, expected false") as caught:
-        cluster.initialize(config)
-    assert isinstance(caught.value.__cause__, ConfigError)

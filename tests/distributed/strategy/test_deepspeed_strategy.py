@@ -314,6 +314,16 @@ def test_stage_3_cannot_go_without_logits(folder):
         local_worker("dpo", config)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("no_such_thing", "remove it"), ("gradient_cliping", 'did you mean "gradient_clipping"')],
+)
+def test_a_key_that_deepspeed_would_ignore_is_refused(folder, key, message):
+    config = zero_config("dpo", folder, None, workers=1, strategy_config={key: 1})
+    with pytest.raises(ConfigError, match=rf"strategy_config\.{key}: DeepSpeed has no such key; {message}"):
+        local_worker("dpo", config)
+
+
 def test_a_conflicting_key_is_named(folder):
     config = zero_config("dpo", folder, None, workers=1, strategy_config={"gradient_clipping": 3.0})
     with pytest.raises(ConfigError, match=r"strategy_config\.gradient_clipping: found 3\.0, but the run says"):

@@ -7,7 +7,6 @@ from tiny_models import VOCAB_SIZE, make_model_folder
 from training_setup import PROBES, make_batch, make_config
 
 from roll.distributed.strategy import train_strategy
-from roll.exceptions import ConfigError
 from roll.ops import log_probs
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.loss_in_parts import loss_in_parts
@@ -79,12 +78,6 @@ def test_no_parts_in_a_precision_whose_loss_is_scaled(tmp_path, dtype, num_parts
     assert len(worker.strategy._parts(batch, output)) == num_parts
 
 
-@pytest.mark.parametrize("found", [-1, "2", True])
-def test_a_wrong_number_is_named(tmp_path, found):
-    with pytest.raises(ConfigError, match=r"actor_train\.strategy_args\.strategy_config\.keep_logits_gib: found"):
-        gradients("dpo", make_model_folder(tmp_path), make_batch("dpo"), keep_logits_gib=found)
-
-
 def test_prefixes_are_shared_unless_told_otherwise(tmp_path):
     folder, batch = make_model_folder(tmp_path), make_batch("dpo")
     shared, num_shared = gradients("dpo", folder, batch)
@@ -92,8 +85,3 @@ def test_prefixes_are_shared_unless_told_otherwise(tmp_path):
     assert num_shared == num_apart and any(not torch.equal(shared[name], apart[name]) for name in shared)
     for name in shared:
         torch.testing.assert_close(shared[name], apart[name], rtol=1e-4, atol=1e-6)
-
-
-def test_a_wrong_share_prefixes_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"strategy_config\.share_prefixes: found 'yes', expected true or false"):
-        gradients("dpo", make_model_folder(tmp_path), make_batch("dpo"), share_prefixes="yes")

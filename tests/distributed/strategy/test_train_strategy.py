@@ -263,16 +263,10 @@ def test_errors_of_a_step_name_the_worker(folder):
         cluster.train_step(batch)
 
 
-@pytest.mark.parametrize(
-    ("model_args", "message"),
-    [
-        ({"moe_aux_loss_coef": 0.1}, r"actor_train\.model_args\.moe_aux_loss_coef: found 0\.1, expected null"),
-        ({"dtype": "fp16"}, r"actor_train\.model_args\.dtype: found fp16, expected bf16 or fp32"),
-    ],
-)
-def test_settings_that_would_train_wrongly_are_refused(folder, model_args, message):
+def test_a_dtype_that_would_train_wrongly_is_refused(folder):
+    message = r"actor_train\.model_args\.dtype: found fp16, expected bf16 or fp32"
     with pytest.raises(WorkerError, match=message):
-        local_cluster("dpo", make_config("dpo", folder, model_args=model_args))
+        local_cluster("dpo", make_config("dpo", folder, model_args={"dtype": "fp16"}))
 
 
 @pytest.mark.parametrize(("large", "is_said"), [(100, True), (10**9, False)])

@@ -112,7 +112,6 @@ def test_a_missing_library_names_the_extra_and_the_nearest_strategy(tmp_path, mo
             {"max_modle_len": 3},
             r'strategy_config.max_modle_len: vLLM has no such engine argument; did you mean "max_mod',
         ),
-        ({"dtype": "half"}, "strategy_config.dtype: it follows from model_args.dtype"),
         ({"tensor_parallel_size": 2}, "runs on one device"),
     ],
 )

@@ -24,8 +24,6 @@ from roll.engines.request import GenerationOutput
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.llm_proxy.base_llm_proxy import BaseLLMProxy, TurnRequest, register_llm_proxy
 
-_KNOWN = {"base_url", "model_name", "api_key", "api_key_env", "max_concurrency", "timeout", "max_retries", "extra_body"}
-
 
 @register_llm_proxy("openai")
 class OpenAIProxy(BaseLLMProxy):
@@ -33,9 +31,6 @@ class OpenAIProxy(BaseLLMProxy):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        unknown = sorted(self.options.keys() - _KNOWN)
-        if unknown:
-            raise ConfigError(f"proxy_config: unknown {', '.join(unknown)}; known are {', '.join(sorted(_KNOWN))}")
         for key in ("base_url", "model_name"):
             if not self.options.get(key):
                 raise ConfigError(f"proxy_config.{key}: missing; the openai proxy needs it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.exceptions import ConfigError
 from roll.pipeline.rlvr.rewards.pool_reward_worker import PoolRewardWorker
 
 
@@ -12,15 +11,8 @@ class CodeSandboxRewardWorker(PoolRewardWorker):
     """1 if all test cases pass; with `reward_type: fraction` the share that does. `reward_timeout` covers all cases."""
 
     function = "roll.pipeline.rlvr.rewards.code_answers:score"
+    reward_types = ("fraction",)
 
     @classmethod
     def options_of(cls, reward_config: Any) -> dict[str, Any]:
         return {"reward_type": reward_config.reward_type}
-
-    @classmethod
-    def check(cls, reward_config: Any) -> None:
-        if not reward_config.use_local:
-            raise ConfigError(
-                "use_local: found false, expected true: code runs in a sandbox on this machine, not at code_url"
-            )
-        super().check(reward_config)

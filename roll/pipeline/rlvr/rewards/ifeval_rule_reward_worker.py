@@ -11,6 +11,7 @@ class GeneralRuleRewardWorker(PoolRewardWorker):
     """1 if all instructions of a row are followed; with `reward_type: fraction` the share that is."""
 
     function = "roll.pipeline.rlvr.rewards.ifeval_checks:score"
+    reward_types = ("fraction",)
 
     @classmethod
     def options_of(cls, reward_config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
+from roll.exceptions import ConfigError
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.columns import column
 from roll.utils.scoring.pool import ScorePool, check_reward_fn
@@ -30,6 +31,7 @@ class PoolRewardWorker(Worker):
     """
 
     function: ClassVar[str] = ""
+    reward_types: ClassVar[tuple[str, ...] | None] = None  # values of `reward_type`; None: any
 
     @classmethod
     def function_of(cls, reward_config: Any) -> str:
@@ -49,6 +51,9 @@ class PoolRewardWorker(Worker):
     @classmethod
     def check(cls, reward_config: Any) -> None:
         """Raise a ConfigError or MissingDependencyError if the role cannot score; needs no model."""
+        if cls.reward_types is not None and reward_config.reward_type not in (None, *cls.reward_types):
+            expected = f"null or one of {', '.join(cls.reward_types)}"
+            raise ConfigError(f"reward_type: found {reward_config.reward_type!r}, expected {expected}")
         check_reward_fn(cls.function_of(reward_config))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -120,7 +120,7 @@ def test_what_a_config_may_name():
         proxy("oracle")
     with pytest.raises(ConfigError, match=r"proxy_config.model_name: missing"):
         proxy("openai", base_url="http://x")
-    with pytest.raises(ConfigError, match="unknown url"):
+    with pytest.raises(ConfigError, match=r"proxy_config.url: unknown key; the openai proxy has base_url, model_name"):
         proxy("openai", base_url="http://x", model_name="m", url=1)
 
     @register_llm_proxy("silent")

@@ -194,8 +194,18 @@ def test_the_config_of_a_reward(reward_file, monkeypatch):
         ({"worker_cls": "no.such.Worker"}, r"rewards.math: 'no.such.Worker': there is no module 'no'"),
         ({"worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker"}, "judge_api_url: missing"),
         (
-            {"worker_cls": f"{REWARDS}.code_sandbox_reward_worker.CodeSandboxRewardWorker", "use_local": False},
-            "use_local: found false",
+            {
+                "worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker",
+                "judge_model_type": "inference",
+            },
+            'judge_model_type: found "inference"',
+        ),
+        (
+            {
+                "worker_cls": f"{REWARDS}.code_sandbox_reward_worker.CodeSandboxRewardWorker",
+                "reward_type": "fractoin",
+            },
+            "reward_type: found 'fractoin', expected null or one of fraction",
         ),
     ],
 )
