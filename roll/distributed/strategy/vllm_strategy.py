@@ -37,7 +37,7 @@ from roll.distributed.strategy.weight_sync import checksum
 from roll.engines.engine import Decode, end_tokens, text_of
 from roll.engines.sample import Sample, SampleEngine
 from roll.engines.sampling import stream_key
-from roll.exceptions import ConfigError, MissingDependencyError
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.models.model_providers import check_model_files, default_tokenizer_provider, model_of_run
 
 if TYPE_CHECKING:
@@ -415,7 +415,7 @@ def _import_vllm() -> SimpleNamespace:
         from vllm.v1.executor.abstract import Executor
     except ImportError as error:
         raise MissingDependencyError(
-            f"the strategy vllm needs vLLM ({error}): pip install 'roll-rl[vllm]', on a GPU machine pip install vllm; "
+            f"the strategy vllm needs vLLM ({error}): {install_hint('vllm')}, on a GPU machine pip install vllm; "
             "the nearest strategy without it is hf_infer"
         ) from error
     # It warns about layers without weights of their own at every reload.
