@@ -25,7 +25,7 @@ def test_an_installed_wheel_is_named(tmp_path):
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("")
     shutil.copy(roll.exceptions.__file__, site / "exceptions.py")
-    code = f"import sys; sys.path.insert(0, {str(site.parent)!r}); from roll.exceptions import install_hint as f; print(f('ray'))"
+    code = f"import sys; sys.path.insert(0, {str(site.parent)!r}); from roll.exceptions import *; print(install_hint('ray'))"
     found = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
     assert found.stdout == "pip install 'roll-rl[ray]'\n", found.stderr
 

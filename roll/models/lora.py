@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from roll.configs.model_files import ADAPTER_CONFIG
 from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 
 

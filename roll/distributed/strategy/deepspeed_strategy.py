@@ -197,7 +197,6 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
     """A model that trains."""
 
     strategy_name = "deepspeed_train"
-    scales_loss = True
     default_stage = 2
 
     zero: ZeroState

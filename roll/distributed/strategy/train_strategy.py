@@ -74,7 +74,6 @@ class TrainStrategy(InferenceStrategy):
     """A model on this rank that also trains. Subclasses say how it is placed and how gradients meet."""
 
     is_trainable: ClassVar[bool] = True
-    scales_loss: ClassVar[bool] = False  # whether fp16 gradients are kept from vanishing
     fuses_optimizer: ClassVar[bool] = False  # whether all weights are updated by one kernel; not with sharded ones
 
     optimizer: torch.optim.Optimizer
@@ -140,11 +139,6 @@ class TrainStrategy(InferenceStrategy):
             raise ConfigError(
                 f"{path}.moe_aux_loss_coef: found {self.worker_config.model_args.moe_aux_loss_coef}, expected null; no "
                 "strategy adds the router's loss yet, so the setting would change nothing. Remove it"
-            )
-        if self.worker_config.model_args.dtype == "fp16" and not self.scales_loss:
-            raise ConfigError(
-                f"{path}.dtype: found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does not "
-                "scale the loss: small gradients would vanish. deepspeed_train scales it"
             )
         super().build_model(model_provider)
 
