@@ -25,8 +25,11 @@ def test_an_installed_wheel_is_named(tmp_path):
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("")
     shutil.copy(roll.exceptions.__file__, site / "exceptions.py")
-    code = f"import sys; sys.path.insert(0, {str(site.parent)!r}); from roll.exceptions import *; print(install_hint('ray'))"
-    found = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    script = tmp_path / "hint.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(site.parent)!r})\nimport roll.exceptions\n")
+    with script.open("a") as file:
+        file.write("print(roll.exceptions.install_hint('ray'))\n")
+    found = subprocess.run([sys.executable, "-I", str(script)], capture_output=True, text=True, timeout=60)
     assert found.stdout == "pip install 'roll-rl[ray]'\n", found.stderr
 
 

@@ -81,9 +81,10 @@ class FileTokenizer:
     def _template(self) -> Template:
         # As transformers sets it up.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        names: dict[str, Any] = environment.globals
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        names["raise_exception"] = _refuse
+        names["strftime_now"] = lambda form: datetime.now().strftime(form)
         return environment.from_string(self.chat_template or "")
 
     def apply_chat_template(self, conversation: Sequence[Message], tokenize: bool = False, **options: Any) -> str:

@@ -63,7 +63,8 @@ def parse_machine(text: str) -> Machine:
     known = {name.lower(): name for name in GPU_GIB}
     name = known.get(match[3].lower())
     if name is None:
-        near = did_you_mean(match[3].upper(), GPU_GIB)
+        sizes = [known for known in GPU_GIB if known.startswith(f"{match[3].upper()}-")]
+        near = f"write {' or '.join(sizes)};" if sizes else did_you_mean(match[3].upper(), GPU_GIB)
         names = ", ".join(GPU_GIB)
         raise ConfigError(f'--machine: no GPU called "{match[3]}" is known; {near + " " if near else ""}known: {names}')
     return Machine(text, int(match[2] or 1), int(GPU_GIB[name] * GIB), None, int(match[1] or 1))
