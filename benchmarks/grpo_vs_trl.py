@@ -10,7 +10,7 @@ for each character and so three times longer prompts. With `--gpu` it is one of 
 the first GPU, and a step answers 32 prompts with 8 samples of 256 tokens, trained 32 at a time; both sides generate
 without vLLM.
 The two take turns, `--rounds` times, each in a process of its own, and the fastest round of each counts: other work on
-the machine only ever makes a round slower. Needs `pip install 'roll-rl[bench]'`.
+the machine only ever makes a round slower. Needs `pip install -e '.[bench]'`.
 """
 
 from __future__ import annotations

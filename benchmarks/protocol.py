@@ -23,6 +23,7 @@ from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import BackendChoice, ResourceManager
+from roll.exceptions import install_hint
 
 ROWS, TOKENS, COLUMNS = 512, 8192, 5
 
@@ -140,7 +141,7 @@ def local_registered_call() -> list[Row]:
 def ray_round_trip() -> list[Row]:
     """A registered call over two workers, against the least that Ray itself takes for the same arrays."""
     if importlib.util.find_spec("ray") is None:
-        print("ray is not installed: the Ray round trip is left out (pip install 'roll-rl[ray]')", file=sys.stderr)
+        print(f"ray is not installed: the Ray round trip is left out ({install_hint('ray')})", file=sys.stderr)
         return []
     import ray  # after the backend has started it
 

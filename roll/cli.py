@@ -13,9 +13,6 @@ from roll import __version__
 from roll.exceptions import ConfigError, DataError, MissingDependencyError, RollError, WorkerError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from roll.configs.loader import LoadedConfig
     from roll.configs.report import CheckReport
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
@@ -63,8 +60,11 @@ def train(
     roll train config.yaml max_steps=100 actor_train.training_args.learning_rate=1e-5
     roll train config.yaml resume_from_checkpoint=true
     """
-    loaded = _load_for_training(config, overrides or ())
-    for sentence in loaded.warnings():
+    from roll.pipeline.preflight import examine
+
+    checked = examine(config, overrides or ())
+    loaded = checked.require()
+    for sentence in checked.warnings:
         typer.echo(f"warning: {sentence}", err=True)
     from transformers.utils.logging import disable_progress_bar
 
@@ -81,32 +81,37 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-def _load_for_training(config: Path, overrides: Sequence[str]) -> LoadedConfig:
-    """A config that has all that a run needs."""
-    from roll.pipeline.registry import load_config
-
-    loaded = load_config(config, overrides, warn=False)
-    missing = loaded.config.missing_for_training()
-    if missing:
-        raise ConfigError("\n".join(f"{config}: {problem}" for problem in missing))
-    return loaded
-
-
 @app.command()
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and resolved config as JSON.")] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare with another machine: 8xH200, 2x8xH200, 1xA100-80GB, cpu-64GB.", show_default="this one"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings, numbers and config as JSON.")] = False,
 ) -> None:
-    """Validate a config file; print its batch arithmetic and what memory it needs. Needs no GPU, loads no model.
+    """Do all of `roll train` that comes before a model is loaded: config, files, data, devices, packages, memory.
+
+    Prints every error at once (exit code 2), or the batch arithmetic and the memory that a run needs.
 
     \b
     roll check config.yaml
+    roll check config.yaml --machine 8xH200
     roll check config.yaml rollout_batch_size=64 --json
     """
     from roll.configs.report import check_report
+    from roll.pipeline.preflight import examine
+    from roll.utils.machine import parse_machine
 
-    report = check_report(_load_for_training(config, overrides or ()))
+    checked = examine(config, overrides or (), None if machine is None else parse_machine(machine))
+    if as_json and checked.errors:
+        found = {"errors": checked.errors, "warnings": checked.warnings, "notes": checked.notes}
+        typer.echo(json.dumps({"path": str(config), "valid": False, **found}, indent=2))
+        raise typer.Exit(2)
+    report = check_report(checked.require(), checked.memory, checked.warnings, checked.notes)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:
@@ -121,7 +126,7 @@ def _print_report(report: CheckReport) -> None:
     if report.memory:
         needs = "; ".join(f"{name} {estimate}" for name, estimate in report.memory.items())
         typer.echo(f"\nmemory on each device, estimated: {needs}")
-    for sentence in report.loaded.warnings():
+    for sentence in report.warnings:
         typer.echo(f"\nwarning: {sentence}")
     for remark in report.remarks:
         typer.echo(f"\nnote: {remark}")

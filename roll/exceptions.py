@@ -1,5 +1,7 @@
 """The errors that users of roll meet. Each also inherits the standard error that it specialises."""
 
+from pathlib import Path
+
 
 class RollError(Exception):
     """Base of every error that roll raises on purpose. The command line prints its message without a traceback."""
@@ -27,3 +29,14 @@ class WorkerDiedError(WorkerError):
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
     """A remote call took longer than `rpc_timeout`: the message names the workers that had not answered."""
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs an optional part of roll, for this reader: in a clone, a path and not a package's name.
+
+    A package of this name on an index is another one, or none; pip takes it for satisfied only where it is installed.
+    """
+    clone = Path(__file__).resolve().parents[1]
+    if not (clone / "pyproject.toml").is_file():
+        return f"pip install 'roll-rl[{extra}]'"
+    return f"pip install -e '{'.' if Path.cwd() == clone else clone}[{extra}]'"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_projects import make_project
 
 from roll import __version__, cli
 from roll.configs.report import check_report
@@ -17,10 +18,10 @@ GOOD = Path(__file__).parent / "configs" / "data" / "good"
 RLVR = GOOD / "rlvr.yaml"
 
 
-def in_a_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+def in_a_process(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "roll.cli", *map(str, arguments)]
     environment = {**os.environ, "NO_COLOR": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=cwd)
 
 
 @pytest.fixture
@@ -47,41 +48,65 @@ def test_version(roll):
     assert roll("--version") == (0, f"roll {__version__}\n", "")
 
 
-def test_check_prints_pipeline_table_and_one_warning():
-    result = in_a_process("check", RLVR)
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+def test_check_prints_pipeline_table_and_one_warning(project):
+    overrides = ["num_return_sequences_in_group=2", "+actor_train.data_args.dataset_dir=x", "+track_name=y"]
+    result = in_a_process("check", "rlvr.yaml", *overrides, cwd=project)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == f"{RLVR}: a valid config for the rlvr pipeline, which runs on Ray"
-    assert lines[2].split() == ["actor_train", "critic"]
+    assert lines[0] == "rlvr.yaml: a valid config for the rlvr pipeline, which runs in this process"
+    assert lines[2].split() == ["actor_train"]
     table = {line[:34].strip(): line[34:].split() for line in lines[3:16]}
-    assert table["rows per step"] == ["128", "128"]
-    assert table["optimizer steps in all"] == ["720", "400"]
-    assert table["learning rate, last step"] == ["1.43e-09", "2.5e-08"]
+    assert table["rows per step"] == ["8"] and table["optimizer steps in all"] == ["4"]
+    assert "\nmemory on each device, estimated: actor_train about " in result.stdout
     assert result.stdout.count("accepted without effect:") == 1
     assert result.stdout.count("dataset_dir") == 1
     assert "\x1b" not in result.stdout and result.stderr == ""
 
 
-def test_overrides_change_the_numbers(roll):
-    code, output, _ = roll("check", RLVR, "rollout_batch_size=32", "ppo_epochs=1", "adv_estimator=grpo")
+def test_overrides_change_the_numbers(roll, project, monkeypatch):
+    monkeypatch.chdir(project)
+    code, output, _ = roll("check", "rlvr.yaml", "rollout_batch_size=32")
     assert code == 0
     assert [line.split()[-1] for line in output.splitlines() if line.startswith("optimizer steps per")] == ["8"]
 
 
-def test_settings_that_others_override_are_warnings(roll):
+def test_settings_that_others_override_are_warnings(roll, project, monkeypatch):
+    monkeypatch.chdir(project)
     overrides = ("adv_estimator=grpo", "norm_std_type=batch", "importance_sampling=seq", "gamma=0.9")
-    sentences = load_config(RLVR, overrides, warn=False).config.cautions()
+    sentences = load_config("rlvr.yaml", overrides, warn=False).config.cautions()
     assert [sentence.split(":")[0] for sentence in sentences] == ["without effect", "importance_sampling"]
-    output = roll("check", RLVR, *overrides)[1]
+    output = roll("check", "rlvr.yaml", *overrides)[1]
     assert all(f"warning: {sentence}" in output for sentence in sentences)
-    assert json.loads(roll("check", RLVR, *overrides, "--json")[1])["cautions"] == sentences
+    assert set(sentences) <= set(json.loads(roll("check", "rlvr.yaml", *overrides, "--json")[1])["warnings"])
 
 
-def test_json(roll):
-    values = json.loads(roll("check", RLVR, "--json")[1])
+def test_json(roll, project, monkeypatch):
+    monkeypatch.chdir(project)
+    values = json.loads(roll("check", "rlvr.yaml", "--json")[1])
+    assert (values["valid"], values["errors"], values["warnings"]) == (True, [], [])
     assert values["pipeline"] == "rlvr"
-    assert values["plans"]["actor_train"]["optimizer_steps_per_batch"] == 8
-    assert values["config"]["sequence_length"] == 6144
+    assert values["plans"]["actor_train"]["optimizer_steps_per_batch"] == 1
+    assert values["config"]["sequence_length"] == 64
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ("8xH2000", 'no GPU called "H2000" is known; did you mean "H200"?'),
+        ("many", 'no GPU called "many" is known'),
+        ("8 GPUs", "expected a number of GPUs and their name; write 8xH200"),
+        ("0xH200", "expected a number of GPUs and their name"),
+    ],
+)
+def test_unknown_machines_are_refused(roll, project, monkeypatch, machine, expected):
+    monkeypatch.chdir(project)
+    code, output, errors = roll("check", "sft.yaml", "--machine", machine)
+    assert (code, output) == (2, "") and expected in errors
 
 
 BAD_FILES = {
@@ -134,8 +159,9 @@ def test_a_missing_file_ends_the_same_way(tmp_path):
     assert result.stderr == f"error: {tmp_path}/nope.yaml: no such file\n"
 
 
-def test_what_does_not_divide_ends_the_same_way(roll):
-    code, _, errors = roll("check", RLVR, "rollout_batch_size=17", "adv_estimator=grpo")
+def test_what_does_not_divide_ends_the_same_way(roll, project, monkeypatch):
+    monkeypatch.chdir(project)
+    code, _, errors = roll("check", "rlvr.yaml", "rollout_batch_size=17")
     assert code == 2 and errors.endswith("; use 16 or 20\n")
 
 
@@ -145,21 +171,34 @@ def test_usage_errors_have_exit_code_2(roll, arguments):
     assert code == 2 and "Usage: roll" in errors
 
 
-def test_checking_imports_neither_torch_nor_ray():
-    code = f"""
+IMPORTS = """
 import sys
-sys.argv = ["roll", "check", {str(RLVR)!r}]
+sys.argv = ["roll", "check", *{arguments!r}]
 from roll.cli import main
 try:
     main()
 except SystemExit:
     pass
-heavy = {{"torch", "ray", "transformers", "numpy", "tensordict", "vllm", "deepspeed"}} & set(sys.modules)
+heavy = {heavy!r} & set(sys.modules)
 assert not heavy, heavy
 print("light")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout.endswith("light\n"), result.stderr
+HEAVY = {"torch", "ray", "transformers", "tensordict", "vllm", "deepspeed"}
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "rlvr", "agentic"])
+def test_checking_a_valid_config_imports_neither_torch_nor_ray(project, name):
+    code = IMPORTS.format(arguments=[f"{name}.yaml"], heavy=HEAVY)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=project)
+    assert result.stdout.endswith("light\n") and "a valid config" in result.stdout, result.stderr
+
+
+def test_a_broken_file_is_answered_without_numpy_too(project):
+    code = IMPORTS.format(
+        arguments=["rlvr.yaml", "sede=1", "actor_train.data_args.file_name=nowhere.jsonl"], heavy=HEAVY | {"numpy"}
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=project)
+    assert result.stdout == "light\n" and "sede: unknown key" in result.stderr, result.stderr
 
 
 def test_help_does_not_import_what_checking_needs():

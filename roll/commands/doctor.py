@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from roll.exceptions import install_hint
+
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
@@ -122,7 +124,7 @@ def _conflicts(names: list[str]) -> list[Finding]:
 
 
 def _package(name: str, specifier: SpecifierSet, extra: str | None) -> Finding:
-    install = f"pip install '{PACKAGE}[{extra}]'" if extra else f"pip install '{name}{specifier}'"
+    install = install_hint(extra) if extra else f"pip install '{name}{specifier}'"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -23,6 +24,14 @@ from roll.exceptions import ConfigError
 
 # Fields that hold what was written in a longer form.
 SPELT_OUT = ("attn_implementation", "reward_fn")
+
+
+class FileError(ConfigError):
+    """All that is wrong with the values of a config file: one line per problem, each with file and line."""
+
+    def __init__(self, composition: Composition, problems: list[Problem]) -> None:
+        super().__init__("\n".join(located(composition, problems)))
+        self.problems = problems
 
 
 class ConfigWarning(UserWarning):
@@ -80,7 +89,7 @@ def refuse_unsupported(composition: Composition) -> None:
     """Raise a ConfigError that names the parts of a ROLL file which this project does not have, if there are any."""
     unsupported = [Problem(key, reason) for key, reason in unsupported_parts(composition.values)]
     if unsupported:
-        raise _error(composition, unsupported)
+        raise FileError(composition, unsupported)
 
 
 def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn: bool = True) -> LoadedConfig:
@@ -98,7 +107,7 @@ def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn
     try:
         config = config_cls.model_validate(values, context={"folder": composition.path.parent})
     except ValidationError as error:
-        raise _error(composition, problems_of(error, config_cls)) from None
+        raise FileError(composition, problems_of(error, config_cls)) from None
     replaced = tuple(item for item in _replaced(values, plain_values(config), "") if item.key not in ignored)
     idle = [f"{key} ({why})" for key, why in config.idle_keys().items()]
     loaded = LoadedConfig(composition.path, config, (*ignored, *idle), replaced)
@@ -108,9 +117,47 @@ def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn
     return loaded
 
 
-def _error(composition: Composition, problems: list[Problem]) -> ConfigError:
-    lines = [f"{composition.locate(problem.key)}: {problem}" for problem in problems]
-    return ConfigError("\n".join(lines))
+def located(composition: Composition, problems: Iterable[Problem]) -> list[str]:
+    """Each problem with file and line, those that say the same once."""
+    return list(dict.fromkeys(f"{composition.locate(problem.key)}: {problem}" for problem in problems))
+
+
+def build_in_part(
+    composition: Composition, config_cls: type[BaseConfig]
+) -> tuple[LoadedConfig | None, list[Problem], list[str]]:
+    """Every problem of a file at once: (a config as far as one can be made, the problems, the keys that it lacks).
+
+    Values are looked at together only once each of them is right by itself. So what is wrong is left out (a misspelt
+    key gets its right name), and the rest is looked at again. Where a value was left out, a default stands in for it,
+    and what does not fit together then says nothing about the file.
+    """
+    problems: list[Problem] = []
+    left_out: list[str] = []
+    while True:
+        try:
+            return build_config(composition, config_cls, warn=False), problems, left_out
+        except FileError as error:
+            if not left_out:
+                problems += error.problems
+            values = copy.deepcopy(composition.values)
+            changed = [problem for problem in error.problems if _leave_out(values, problem)]
+            if not changed:
+                return None, problems, left_out
+            left_out += [problem.key for problem in changed if problem.instead is None]
+            composition = replace(composition, values=values)
+
+
+def _leave_out(values: Any, problem: Problem) -> bool:
+    """Remove the key of a problem from nested values, or rename it as was meant; False if there is no such key."""
+    *parents, name = problem.key.split(".")
+    for part in parents:
+        values = values.get(part) if isinstance(values, dict) else None
+    if not isinstance(values, dict) or name not in values:
+        return False
+    value = values.pop(name)
+    if problem.instead:
+        values.setdefault(problem.instead, value)
+    return True
 
 
 def _without_variables(composition: Composition, config_cls: type[BaseConfig]) -> dict[str, Any]:

@@ -1,18 +1,21 @@
 """A rough estimate of the memory that each role needs on each of its devices, from files alone, without torch.
 
 Parameters are counted from the headers of the model's safetensors files. What a strategy keeps for a parameter is known
-exactly; activations are estimated from the shape of the model, for attention that does not keep its scores.
+exactly; activations are estimated from the shape of the model, for attention that does not keep its scores. A run
+surely fails where the states and half of the activations do not fit; it may where they and half as many activations
+again do not.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.configs.model_files import cached_snapshot, model_of_run, read_json, saved_tensors
 from roll.configs.pipeline_config import BaseConfig
+from roll.configs.problems import Problem
 from roll.configs.worker_config import WorkerConfig
 
 GIB = 1024**3
@@ -22,6 +25,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LAYER_ACTIVATIONS = 24
 # Logits exist in chunks of at most this size (see roll.ops).
 LOGITS_CHUNK_BYTES = 512 * 1024**2
+MARGIN = 0.5  # how far the activations may be off, to either side
 
 
 @dataclass(frozen=True)
@@ -36,30 +40,41 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device."""
+    """Bytes of one worker: on its device, and in the machine's memory for states that do not stay on the device."""
 
     states: int  # weights, gradients, optimizer
     activations: int
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
         return self.states + self.activations
 
     def __str__(self) -> str:
-        return f"about {_gib(self.total)} ({_gib(self.states)} states)"
+        elsewhere = f", and {_gib(self.offloaded)} in the machine's memory" if self.offloaded else ""
+        return f"about {_gib(self.total)} ({_gib(self.states)} states{elsewhere})"
 
 
-def read_shape(folder: str | Path | None) -> ModelShape | None:
-    """Size and shape of the model in a folder; None where it cannot be told (a name on a hub, other file formats)."""
-    if folder is None or not (Path(folder) / "config.json").is_file():
+def read_shape(name: str | Path | None) -> ModelShape | None:
+    """Size and shape of a model; None where it cannot be told: a name on a hub that is not in the local cache, a folder
+    without safetensors files.
+
+    Raises:
+        ConfigError: the files are there and cannot be read.
+    """
+    if name is None:
         return None
-    files = sorted(Path(folder).glob("*.safetensors"))
-    config = json.loads((Path(folder) / "config.json").read_text())
+    given = Path(name).expanduser()
+    folder = model_of_run(given) if given.is_dir() else cached_snapshot(str(name))
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    config = read_json(folder / "config.json")
     config = config.get("text_config", config)
     sizes = [config.get(key) for key in ("num_hidden_layers", "hidden_size", "vocab_size")]
-    if not files or None in sizes:
+    tensors = saved_tensors(folder)
+    if not tensors or None in sizes:
         return None
-    return ModelShape(sum(map(_count, files)), *sizes)
+    return ModelShape(sum(tensors.values()), *sizes)
 
 
 def estimate_memory(config: BaseConfig) -> dict[str, MemoryEstimate]:
@@ -72,14 +87,83 @@ def estimate_memory(config: BaseConfig) -> dict[str, MemoryEstimate]:
     return found
 
 
+def memory_verdict(
+    config: BaseConfig,
+    estimates: Mapping[str, MemoryEstimate],
+    *,
+    machine: str,
+    gpu_bytes: int | None,
+    host_bytes: int | None,
+) -> tuple[list[Problem], list[str]]:
+    """What does not fit (errors), and what may not (warnings), on a machine with so many bytes; None is not compared.
+
+    Roles that share a GPU, or the machine's memory, add up their states; they compute one after the other, so that only
+    the largest of their activations counts. With `is_offload_states` one role at a time is on a GPU.
+    """
+    roles = {name: config.active_roles()[name] for name in estimates}
+    errors: list[Problem] = []
+    warnings: list[str] = []
+
+    def judge(where: str, names: list[str], low: float, middle: float, high: float, limit: int | None) -> None:
+        if not names or limit is None or high <= limit:
+            return
+        largest = max(names, key=lambda name: estimates[name].total)
+        needs = f"estimated {_gib(middle)} {where} for {', '.join(names)}, {machine} has {_gib(limit)}"
+        if low > limit:
+            fix = "use more or larger devices, a smaller micro-batch, fewer bits (dtype) or adapters (lora_target)"
+            key = config.key_of(largest)
+            errors.append(Problem(key, f"{needs}; even with {MARGIN:.0%} fewer activations it does not fit: {fix}"))
+        else:
+            warnings.append(f"{needs}; activations may be {MARGIN:.0%} more or fewer, so it may not fit")
+
+    def bounds(
+        names: list[str], states: Callable[[str], float], activations: Callable[[str], float]
+    ) -> tuple[float, float, float]:
+        kept, peak = sum(map(states, names)), max(map(activations, names), default=0)
+        return kept + (1 - MARGIN) * peak, kept + peak, kept + (1 + MARGIN) * peak
+
+    gpus = sorted({gpu for role in roles.values() for gpu in role.device_mapping or []})
+    by_gpu = [[name for name, role in roles.items() if gpu in (role.device_mapping or [])] for gpu in gpus]
+    if config.is_offload_states:
+        by_gpu = [[name] for names in by_gpu for name in names]
+    crowds = [
+        (names, bounds(names, lambda name: estimates[name].states, lambda name: estimates[name].activations))
+        for names in by_gpu
+    ]
+    if crowds:
+        names, (low, middle, high) = max(crowds, key=lambda item: item[1][1])
+        judge("on one GPU", names, low, middle, high, gpu_bytes)
+    is_cluster = config.num_nodes > 1
+    on_host = [name for name, role in roles.items() if not role.device_mapping or estimates[name].offloaded]
+
+    def host_states(name: str) -> float:
+        on_cpu = 0 if roles[name].device_mapping else estimates[name].states
+        return (on_cpu + estimates[name].offloaded) * roles[name].world_size
+
+    def host_activations(name: str) -> float:
+        return 0 if roles[name].device_mapping else estimates[name].activations * roles[name].world_size
+
+    if not is_cluster:
+        # In one process, a role that samples or scores may use the very weights of the one that trains.
+        shared = "actor_infer" if config.execution_backend == "local" and "actor_train" in on_host else ""
+        least = bounds([name for name in on_host if name != shared], host_states, host_activations)[0]
+        _, middle, high = bounds(on_host, host_states, host_activations)
+        judge("of memory", on_host, least, middle, high, host_bytes)
+    return errors, warnings
+
+
 def _estimate(role: WorkerConfig, shape: ModelShape, sequence_length: int, *, rows_per_sample: int) -> MemoryEstimate:
     strategy, width = role.strategy_name or "", BYTES[role.model_args.dtype]
     trains = strategy.endswith("_train")
     shards = role.dp_size if strategy.startswith("fsdp2") else 1
+    zero = role.strategy_config.get("zero_optimization") if strategy.startswith("deepspeed") else None
+    zero = zero if isinstance(zero, Mapping) else {}
+    if strategy.startswith("deepspeed") and zero.get("stage") == 3:
+        shards = role.dp_size
     if not trains:
         tokens = role.infer_batch_size * rows_per_sample * sequence_length
         activations = tokens * shape.hidden * width * (LAYER_ACTIVATIONS // 2) + _logits(tokens, shape)
-        return MemoryEstimate(math.ceil(shape.parameters * width / shards), activations)
+        return _placed(role, math.ceil(shape.parameters * width / shards), activations, zero)
     if role.model_args.is_lora:
         # Frozen weights; the adapters' own states are a rounding error beside them.
         states = math.ceil(shape.parameters * width / shards)
@@ -98,7 +182,23 @@ def _estimate(role: WorkerConfig, shape: ModelShape, sequence_length: int, *, ro
         activations = per_layer * (LAYER_ACTIVATIONS // 2) * shape.layers
     else:
         activations = per_layer * (shape.layers + LAYER_ACTIVATIONS // 2)
-    return MemoryEstimate(states, activations + _logits(tokens, shape))
+    return _placed(role, states, activations + _logits(tokens, shape), zero)
+
+
+def _placed(role: WorkerConfig, states: int, activations: int, zero: Mapping[str, object]) -> MemoryEstimate:
+    """The estimate with the states that the strategy keeps in the machine's memory taken off the device."""
+    moved = 0.0
+    if role.device_mapping:
+        offloads = {part for part in ("offload_optimizer", "offload_param") if _is_on_cpu(zero.get(part))}
+        if role.strategy_config.get("offload_policy"):  # fsdp2
+            moved = states
+        elif offloads:  # all but the gradients; of parameters alone, those in half precision
+            moved = states * (0.875 if len(offloads) == 2 else 0.75 if "offload_optimizer" in offloads else 0.125)
+    return MemoryEstimate(states - int(moved), activations, int(moved))
+
+
+def _is_on_cpu(offload: object) -> bool:
+    return isinstance(offload, Mapping) and offload.get("device", "none") == "cpu"
 
 
 def _logits(tokens: int, shape: ModelShape) -> int:
@@ -109,13 +209,5 @@ def _is_pairs(config: BaseConfig) -> bool:
     return getattr(config, "pipeline", None) == "dpo"
 
 
-def _count(file: Path) -> int:
-    """Elements of all tensors of a safetensors file, whose header is JSON behind eight bytes with its length."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-
-
-def _gib(size: int) -> str:
+def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 1024**2:.0f} MiB"

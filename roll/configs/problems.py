@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -41,9 +41,11 @@ class Problem:
 
     key: str
     message: str
+    instead: str | None = None
+    """For a key that is not known: the one that was probably meant, or nothing. None: it is the value that is wrong."""
 
     def under(self, prefix: str) -> Problem:
-        return Problem(".".join(part for part in (prefix, self.key) if part), self.message)
+        return replace(self, key=".".join(part for part in (prefix, self.key) if part))
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" if self.key else self.message
@@ -126,11 +128,12 @@ def unknown_key(key: str, owner: type[BaseModel]) -> Problem:
     """The problem of a key that `owner` does not have: unsupported on purpose, without effect, or misspelt."""
     name = key.rpartition(".")[2]
     if name in UNSUPPORTED_KEYS:
-        return Problem(key, f"not supported: {UNSUPPORTED_KEYS[name]}")
+        return Problem(key, f"not supported: {UNSUPPORTED_KEYS[name]}", instead="")
     if name in getattr(owner, "ignored_keys", ()):
-        return Problem(key, "has no effect, in ROLL or here; remove it")
+        return Problem(key, "has no effect, in ROLL or here; remove it", instead="")
     guess = did_you_mean(name, owner.model_fields)
-    return Problem(key, f"unknown key; {guess or f'{owner.__name__} has no key like it'}")
+    message = f"unknown key; {guess or f'{owner.__name__} has no key like it'}"
+    return Problem(key, message, instead=guess.split('"')[1] if guess else "")
 
 
 def _merge_alternatives(problems: list[Problem]) -> list[Problem]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from roll.configs.batch_plan import BatchPlan
 from roll.configs.config_model import plain_values
 from roll.configs.loader import LoadedConfig
-from roll.configs.memory import MemoryEstimate, estimate_memory
+from roll.configs.memory import MemoryEstimate
 from roll.configs.pipeline_config import BaseConfig
 from roll.configs.ppo_config import ESTIMATOR_NORMS
 
@@ -30,34 +31,45 @@ class CheckReport:
     memory: dict[str, MemoryEstimate]
     """Of each running role whose model could be read, on one device."""
 
+    warnings: list[str]
+    """What may not go as meant."""
+
     remarks: list[str]
+    """What may surprise, and what was not looked at."""
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program, with the resolved config."""
         config = self.loaded.config
         return {
             "path": str(self.loaded.path),
+            "valid": True,
+            "errors": [],
+            "warnings": self.warnings,
             "pipeline": self.pipeline,
             "backend": config.execution_backend,
             "plans": {name: _numbers(plan) for name, plan in config.batch_plans().items()},
             "memory": {name: {**asdict(item), "total": item.total} for name, item in self.memory.items()},
             "ignored": list(self.loaded.ignored),
             "replaced": [asdict(item) for item in self.loaded.replaced],
-            "cautions": config.cautions(),
-            "remarks": self.remarks,
+            "notes": self.remarks,
             "config": plain_values(config),
         }
 
 
-def check_report(loaded: LoadedConfig) -> CheckReport:
-    """The report on a loaded config."""
+def check_report(
+    loaded: LoadedConfig,
+    memory: dict[str, MemoryEstimate] | None = None,
+    warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> CheckReport:
+    """The report on a config, with what `roll.pipeline.preflight` found."""
     config = loaded.config
     pipeline = str(getattr(config, "pipeline"))  # noqa: B009, every pipeline's config has it, BaseConfig has not
     plans = config.batch_plans()
     cells = [_cells(plan, _UNITS[pipeline]) for plan in plans.values()]
     labels = list(cells[0]) if cells else []
     rows = [(label, [column[label] for column in cells]) for label in labels]
-    return CheckReport(loaded, pipeline, list(plans), rows, estimate_memory(config), _remarks(config))
+    return CheckReport(loaded, pipeline, list(plans), rows, memory or {}, list(warnings), [*_remarks(config), *notes])
 
 
 def _numbers(plan: BatchPlan) -> dict[str, Any]:

@@ -312,6 +312,24 @@ class WorkerConfig(ConfigModel):
                 )
         return problems
 
+    def start_problems(self) -> list[Problem]:
+        """What the role's strategy refuses before it loads a model, although the config is a valid one."""
+        problems = []
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        if self.strategy_name == "vllm" and any(self._parallel_size(option) > 1 for option in sizes):
+            why = (
+                "a vLLM engine of this strategy runs on one device; set tensor_parallel_size and "
+                "pipeline_parallel_size to 1 and use more workers (world_size or device_mapping)"
+            )
+            problems.append(Problem("strategy_args.strategy_config", why))
+        if self.model_args.dtype == "fp16" and self.strategy_name in ("hf_train", "fsdp2_train"):
+            why = (
+                f"found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does not scale the loss: "
+                "small gradients would vanish. deepspeed_train scales it"
+            )
+            problems.append(Problem("model_args.dtype", why))
+        return problems
+
     @property
     def holds_model(self) -> bool:
         """Whether the role's workers hold a model."""

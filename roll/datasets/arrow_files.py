@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll.datasets.table import Row, Table
-from roll.exceptions import DataError, MissingDependencyError
+from roll.exceptions import DataError, MissingDependencyError, install_hint
 
 try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ImportError as error:
     raise MissingDependencyError(
-        "parquet and arrow files, and Hugging Face dataset folders, need pyarrow: pip install 'roll-rl[data]'. "
+        f"parquet and arrow files, and Hugging Face dataset folders, need pyarrow: {install_hint('data')}. "
         "JSON, JSONL and CSV files need nothing"
     ) from error
 

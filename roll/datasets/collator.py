@@ -12,12 +12,12 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from roll.datasets.prompt_answers import LABEL_PAD
+
 if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
     from transformers import PreTrainedTokenizerBase
 
 Side = Literal["left", "right"]
-
-LABEL_PAD = -100  # what torch's cross entropy ignores
 
 
 @dataclass(frozen=True)

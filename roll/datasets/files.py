@@ -30,7 +30,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from roll.datasets.table import JoinedTable, Row, RowsTable, Table
+from roll.datasets.table import FirstRows, JoinedTable, Row, RowsTable, Table
 from roll.exceptions import DataError
 
 _SPLIT_NAME = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)", re.IGNORECASE)
@@ -51,6 +51,30 @@ def load_table(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
         raise DataError("no data file was given: set data_args.file_name to a file, a folder or a list of them")
     tables = [_read_file(path) for entry in given for path in _expand(Path(entry).expanduser())]
     return tables[0] if len(tables) == 1 else JoinedTable(tables)
+
+
+def peek_table(file: str | os.PathLike[str], *, max_bytes: int, max_rows: int) -> tuple[Table | None, bool]:
+    """As `load_table` for one entry, reading little: (the first rows of each of its files, whether these are all).
+
+    Of a file that is larger than `max_bytes` only lines of JSON can be read in part; for another one it is checked that
+    it exists, is not empty and has a known extension. None: no row was read.
+    """
+    tables: list[Table] = []
+    is_whole = True
+    for path in _expand(Path(file).expanduser()):
+        if path.stat().st_size <= max_bytes:
+            table = _read_file(path)
+        else:
+            _reader(path)
+            is_whole = False
+            if _extension(path) not in (".jsonl", ".ndjson") or path.suffix.lower() == ".gz":
+                continue
+            with path.open("rb") as stream:
+                head = stream.read(max_bytes)
+            table = JsonLinesTable(head[: head.rfind(b"\n") + 1], str(path))
+        is_whole = is_whole and len(table) <= max_rows
+        tables.append(table if len(table) <= max_rows else FirstRows(table, max_rows))
+    return (JoinedTable(tables) if len(tables) > 1 else tables[0] if tables else None), is_whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,7 +185,7 @@ def _extension(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _read_file(path: Path) -> Table:
+def _reader(path: Path) -> Callable[[Path, str], Table]:
     reader = _READERS.get(_extension(path))
     if reader is None:
         raise DataError(
@@ -170,7 +194,11 @@ def _read_file(path: Path) -> Table:
         )
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty")
-    table = reader(path, str(path))
+    return reader
+
+
+def _read_file(path: Path) -> Table:
+    table = _reader(path)(path, str(path))
     if len(table) == 0:
         raise DataError(f"{path} is empty: it has no rows")
     return table

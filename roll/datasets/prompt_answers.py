@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from roll.datasets.chat_template import get_chat_template
-from roll.datasets.collator import LABEL_PAD
 from roll.datasets.preference_rows import num_shared
 from roll.datasets.prompts import PromptColumns
 from roll.datasets.summary import DataSummary, LengthStats
@@ -18,6 +17,8 @@ from roll.exceptions import DataError
 
 if TYPE_CHECKING:  # importing transformers takes seconds, and only the name is needed
     from transformers import PreTrainedTokenizerBase
+
+LABEL_PAD = -100  # what torch's cross entropy ignores
 
 
 class PromptAnswer(TypedDict):

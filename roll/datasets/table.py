@@ -75,6 +75,23 @@ class RowsTable(Table):
         return self._places[index] if self._places is not None else f"{self.name}, row {index + 1}"
 
 
+class FirstRows(Table):
+    """The beginning of another table."""
+
+    def __init__(self, table: Table, num_rows: int) -> None:
+        self.name, self.columns = table.name, table.columns
+        self._table, self._num_rows = table, num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> Row:
+        return self._table[self.check_index(index)]
+
+    def where(self, index: int) -> str:
+        return self._table.where(self.check_index(index))
+
+
 class JoinedTable(Table):
     """Several tables, one after the other."""
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from roll.exceptions import ConfigError, MissingDependencyError
+from roll.configs.model_files import ADAPTER_CONFIG
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -174,7 +174,7 @@ def _import_peft() -> Any:
         import peft
     except ImportError as error:
         raise MissingDependencyError(
-            "LoRA (lora_target or adapter_name_or_path) needs the package peft: pip install 'roll-rl[lora]'"
+            f"LoRA (lora_target or adapter_name_or_path) needs the package peft: {install_hint('lora')}"
         ) from error
     return peft
 

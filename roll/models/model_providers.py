@@ -31,14 +31,13 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.hub import is_offline_mode
 
+from roll.configs.model_files import locate_model, require_config, require_tokenizer, require_weights
 from roll.exceptions import ConfigError, MissingDependencyError
-from roll.models.lora import ADAPTER_CONFIG, LoraSettings, add_lora, base_model, split_names, trainable_summary
+from roll.models.lora import LoraSettings, add_lora, base_model, split_names, trainable_summary
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 class ModelSettings(LoraSettings, Protocol):
@@ -76,12 +75,9 @@ def default_tokenizer_provider(
     A tokenizer without a padding token pads with its end-of-sequence token. That is safe here because every loss and
     log-prob goes by masks, never by comparing ids with the padding token.
     """
-    source, folder = _locate(model_name_or_path or model_args.model_name_or_path)
-    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(
-            f"model_name_or_path: {folder} has no tokenizer (found: {_listing(folder)}; expected one of"
-            f" {', '.join(_TOKENIZER_FILES)}). Copy the files of the model's own tokenizer into it."
-        )
+    source, folder = locate_model(model_name_or_path or model_args.model_name_or_path)
+    if folder is not None:
+        require_tokenizer(folder)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             source, padding_side="left", trust_remote_code=_trusts(model_args)
@@ -99,19 +95,6 @@ def default_tokenizer_provider(
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer of %s has no padding token: %r is used", source, tokenizer.eos_token)
     return tokenizer
-
-
-def check_model_files(model_args: ModelSettings) -> None:
-    """Raises ConfigError for a local model folder without config or weights, without reading either.
-
-    Lets a run fail before anything is loaded. A Hugging Face name passes: only loading it can tell.
-    """
-    _, folder = _locate(model_args.model_name_or_path)
-    if folder is None:
-        return
-    _require_config(folder)
-    if not model_args.random_init:
-        _require_weights(folder)
 
 
 def default_actor_model_provider(
@@ -262,9 +245,9 @@ def _is_positive(value: object) -> bool:
 
 
 def _load_config(args: ModelSettings) -> PreTrainedConfig:
-    source, folder = _locate(args.model_name_or_path)
+    source, folder = locate_model(args.model_name_or_path)
     if folder is not None:
-        _require_config(folder)
+        require_config(folder)
     try:
         loaded: Any = AutoConfig.from_pretrained(
             source, trust_remote_code=_trusts(args), return_unused_kwargs=True, **args.model_config_kwargs
@@ -300,9 +283,9 @@ def _initialise(auto_class: Any, config: PreTrainedConfig, args: ModelSettings) 
 
 
 def _load_weights(auto_class: Any, config: PreTrainedConfig, args: ModelSettings, *, new_head: bool) -> PreTrainedModel:
-    source, folder = _locate(args.model_name_or_path)
+    source, folder = locate_model(args.model_name_or_path)
     if folder is not None:
-        _require_weights(folder)
+        require_weights(folder)
     try:
         model, report = auto_class.from_pretrained(
             source,
@@ -358,63 +341,6 @@ def _attention(name: str | None) -> str | None:
 
 def _trusts(args: ModelSettings) -> bool:
     return bool(getattr(args, "trust_remote_code", False))
-
-
-def _locate(name: str | None) -> tuple[str, Path | None]:
-    """What `from_pretrained` should be given, and the folder if it is a local one."""
-    if not name:
-        raise ConfigError("model_name_or_path is not set: give a local folder or the name of a Hugging Face model")
-    path = Path(name).expanduser().absolute()
-    if path.is_dir():
-        path = model_of_run(path)
-        return str(path), path
-    if path.is_file():
-        raise ConfigError(f"model_name_or_path: {name} is a file; give the folder that holds config.json and weights")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model_name_or_path: the folder {path} does not exist")
-    return name, None
-
-
-def model_of_run(folder: Path) -> Path:
-    """Where the model lies, if `folder` is that of a run (its newest complete checkpoint) or of a checkpoint; any other
-    folder is returned as it is. So `pretrain: output/warm_start` starts from what that run made.
-
-    The layout is that of `roll.utils.checkpoint_manager`, whose `pipeline` folder makes a checkpoint complete.
-    """
-    if (folder / "config.json").is_file():
-        return folder
-    if (folder / "actor_train" / "config.json").is_file():
-        return folder / "actor_train"
-    complete = [path.parent for path in (folder / "checkpoints").glob("checkpoint-*/pipeline")]
-    newest = max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    return folder if newest is None else newest / "actor_train"
-
-
-def _listing(folder: Path) -> str:
-    return ", ".join(sorted(path.name for path in folder.iterdir())[:20]) or "nothing"
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights, in order."""
-    return sorted(file for pattern in _WEIGHT_PATTERNS for file in folder.glob(pattern))
-
-
-def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(_no_model(folder, "config.json"))
-
-
-def _require_weights(folder: Path) -> None:
-    if not weight_files(folder):
-        raise ConfigError(_no_model(folder, "weights (model*.safetensors)"))
-
-
-def _no_model(folder: Path, what: str) -> str:
-    if (folder / ADAPTER_CONFIG).is_file():
-        fix = "It holds a LoRA adapter: give it as adapter_name_or_path, and its base model as model_name_or_path."
-    else:
-        fix = "`random_init: true` draws random weights for the architecture in config.json."
-    return f"model_name_or_path: {folder} has no {what} (found: {_listing(folder)}). {fix}"
 
 
 def _unavailable(what: str, source: str, folder: Path | None, error: Exception) -> ConfigError:

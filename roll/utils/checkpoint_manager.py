@@ -4,6 +4,8 @@
     OUTPUT_DIR/checkpoints/checkpoint-STEP/pipeline/   the pipeline's own state, written last
 
 Each folder appears whole or not at all, and the pipeline's comes last: a checkpoint that has it is complete.
+
+Looking for checkpoints needs no torch, because `roll check` does it; saving and loading them imports it.
 """
 
 import json
@@ -13,11 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from roll.distributed.strategy.checkpoint import random_states, restore_random_states
 from roll.exceptions import ConfigError, DataError
-from roll.models.hf_checkpoint import atomic_folder
 
 PIPELINE = "pipeline"
 STATE_FILE = "state.json"
@@ -78,6 +76,11 @@ def save_pipeline_state(
     `states` are the state dicts of what the pipeline itself carries from step to step, by name: the position in the
     data, KL controllers, running moments. They are plain values: JSON keeps Python's floats exactly.
     """
+    import torch
+
+    from roll.distributed.strategy.checkpoint import random_states
+    from roll.models.hf_checkpoint import atomic_folder
+
     folder = role_folder(output_dir, global_step, PIPELINE)
     with atomic_folder(folder, replace=True) as temporary:
         text = json.dumps({"global_step": global_step, "states": states}, indent=2)
@@ -89,6 +92,10 @@ def save_pipeline_state(
 
 def load_pipeline_state(checkpoint: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """(global step, states) of a complete checkpoint; also restores this process's random states."""
+    import torch
+
+    from roll.distributed.strategy.checkpoint import restore_random_states
+
     saved = _read_state(checkpoint)
     restore_random_states(torch.load(checkpoint / PIPELINE / RANDOM_FILE, weights_only=True))
     return saved["global_step"], saved["states"]

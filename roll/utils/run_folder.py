@@ -71,20 +71,27 @@ def open_run(output_dir: str | Path, exp_name: str, resume_from_checkpoint: bool
     Raises:
         ConfigError: the path is neither a complete checkpoint nor a run that has one.
     """
+    owner, checkpoint = resume_point(output_dir, exp_name, resume_from_checkpoint)
+    return RunFolder(_new_folder(output_dir, exp_name) if owner is None else owner, checkpoint)
+
+
+def resume_point(
+    output_dir: str | Path, exp_name: str, resume_from_checkpoint: bool | str = False
+) -> tuple[Path | None, Path | None]:
+    """The run that `open_run` would continue and the checkpoint that it would start from; nothing is made."""
     if Path(exp_name).name != exp_name:
         raise ConfigError(f'exp_name: found "{exp_name}", expected a name without slashes: it names the run\'s folder')
     if resume_from_checkpoint is True:
         for folder in reversed(runs_of(output_dir, exp_name)):
             checkpoint = get_latest_ckpt(folder)
             if checkpoint is not None:
-                return RunFolder(folder, checkpoint)
+                return folder, checkpoint
     elif resume_from_checkpoint:
         checkpoint = _named_checkpoint(Path(output_dir) / exp_name, str(resume_from_checkpoint))
         owner = checkpoint.parent.parent
-        if (owner / RUN_FILE).is_file() and get_latest_ckpt(owner) == checkpoint:
-            return RunFolder(owner, checkpoint)
-        return RunFolder(_new_folder(output_dir, exp_name), checkpoint)
-    return RunFolder(_new_folder(output_dir, exp_name))
+        is_newest = (owner / RUN_FILE).is_file() and get_latest_ckpt(owner) == checkpoint
+        return owner if is_newest else None, checkpoint
+    return None, None
 
 
 def runs_of(output_dir: str | Path, exp_name: str) -> list[Path]:

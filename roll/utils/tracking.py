@@ -21,7 +21,7 @@ from typing import Any
 
 from roll.configs.config_model import plain_values
 from roll.configs.pipeline_config import BaseConfig
-from roll.exceptions import MissingDependencyError
+from roll.exceptions import MissingDependencyError, install_hint
 from roll.utils.logging import get_logger
 from roll.utils.run_folder import METRICS_FILE
 
@@ -235,5 +235,5 @@ def _start(name: str, run_dir: Path, config: BaseConfig, first_step: int) -> Tra
         return TRACKERS[name](run_dir, config, dict(config.tracker_kwargs), first_step)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{name} is not installed; pip install 'roll-rl[tracking]' brings it ({error})"
+            f"{name} is not installed; {install_hint('tracking')} brings it ({error})"
         ) from error

@@ -7,6 +7,7 @@ import pytest
 
 from roll.commands import doctor
 from roll.commands.doctor import Finding
+from roll.exceptions import install_hint
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_missing_requirement_is_a_problem_and_a_missing_extra_is_not(versions)
         "tensordict", "problem", "not installed", of(findings, "tensordict").fix
     )
     ray = of(findings, "ray")
-    assert ray.state == "optional" and ray.fix == "pip install 'roll-rl[ray]'"
+    assert ray.state == "optional" and ray.fix == install_hint("ray")
     assert not doctor.is_healthy(findings)
 
 

@@ -1,12 +1,14 @@
 """The memory estimate, on model folders whose numbers are known."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from roll.configs.memory import ModelShape, estimate_memory, read_shape
+from roll.configs.memory import GIB, MemoryEstimate, ModelShape, estimate_memory, memory_verdict, read_shape
+from roll.exceptions import ConfigError
 from roll.pipeline.dpo.dpo_config import DPOConfig
 
 
@@ -72,3 +74,74 @@ def test_without_checkpointing_every_layer_is_kept(folder):
         for off in (False, True)
     )
     assert fat.activations > lean.activations
+
+
+def verdict(config, estimates, gpu=None, host=None):
+    sizes = {name: MemoryEstimate(states * GIB, activations * GIB) for name, (states, activations) in estimates.items()}
+    limits = {"gpu_bytes": None if gpu is None else gpu * GIB, "host_bytes": None if host is None else host * GIB}
+    errors, warnings = memory_verdict(config, sizes, machine="this machine", **limits)
+    return [str(error) for error in errors], warnings
+
+
+def test_more_than_the_machine_has_is_an_error(folder):
+    (error,), warnings = verdict(config_of(folder), {"actor_train": (300, 80)}, host=24)
+    assert error.startswith("actor_train: estimated 380.0 GiB of memory for actor_train, this machine has 24.0 GiB; ")
+    assert warnings == []
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(39, "error"), (41, "warning"), (79, "warning"), (80, "fits")])
+def test_activations_may_be_half_or_half_as_much_again(folder, limit, kind):
+    """20 of states and 40 of activations: surely more than 40, at most 80."""
+    errors, warnings = verdict(config_of(folder), {"actor_train": (20, 40)}, host=limit)
+    assert {"error": (1, 0), "warning": (0, 1), "fits": (0, 0)}[kind] == (len(errors), len(warnings))
+    if kind == "warning":
+        assert "activations may be 50% more or fewer, so it may not fit" in warnings[0]
+
+
+def test_what_is_not_known_is_not_compared(folder):
+    assert verdict(config_of(folder), {"actor_train": (300, 80)}) == ([], [])
+
+
+def test_roles_of_a_machine_add_up_their_states_and_take_turns(folder):
+    roles = {"actor_train": (20, 10), "reference": (20, 4)}
+    assert verdict(config_of(folder), roles, host=44)[0] != []  # 40 + half of 10
+    assert verdict(config_of(folder), roles, host=55) == ([], [])  # 40 + 15
+
+
+def test_roles_that_share_a_gpu_add_up_unless_they_are_offloaded(folder):
+    roles = {"actor_train": (50, 0), "reference": (40, 0)}
+
+    def on_gpus(train, reference, **settings):
+        config = config_of(folder, device_mapping=train)
+        reference = config.reference.model_copy(update={"device_mapping": reference, "world_size": 1})
+        return config.model_copy(update={"reference": reference, **settings})
+
+    (error,), _ = verdict(on_gpus([0], [0]), roles, gpu=80)
+    assert error.startswith("actor_train: estimated 90.0 GiB on one GPU for actor_train, reference, this machine has")
+    assert verdict(on_gpus([0], [1]), roles, gpu=80) == ([], [])
+    assert verdict(on_gpus([0], [0], is_offload_states=True), roles, gpu=80) == ([], [])
+
+
+def test_states_that_stay_in_host_memory_leave_the_gpu(folder):
+    options = {"strategy_name": "fsdp2_train", "strategy_config": {"offload_policy": True}}
+    role = {"strategy_args": options, "device_mapping": [0]}
+    config = config_of(folder)
+    values = {**config.actor_train.model_dump(exclude_unset=True), **role}
+    values.pop("world_size", None)
+    moved = DPOConfig(actor_train=values, reference=config.reference, sequence_length=16)
+    estimate = estimate_memory(moved)["actor_train"]
+    assert estimate.states == 0 and estimate.offloaded >= 16 * 1024
+    assert "in the machine's memory" in str(estimate)
+
+
+def test_a_run_of_ours_is_read_from_its_newest_checkpoint(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    (run / "checkpoints" / "checkpoint-4" / "pipeline").mkdir(parents=True)
+    shutil.copytree(folder, run / "checkpoints" / "checkpoint-4" / "actor_train")
+    assert read_shape(run) == read_shape(folder)
+
+
+def test_a_damaged_file_is_named(folder):
+    (folder / "model-2.safetensors").write_bytes(b"not a header")
+    with pytest.raises(ConfigError, match=r"model-2.safetensors is no safetensors file"):
+        read_shape(folder)

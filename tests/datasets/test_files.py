@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 import roll.datasets
 from roll.datasets.files import load_table
-from roll.exceptions import DataError, MissingDependencyError
+from roll.exceptions import DataError, MissingDependencyError, install_hint
 
 ROWS = [
     {"prompt": "2+2", "chosen": "4", "rejected": "5", "turns": [{"role": "user", "content": "hé\u2028"}]},
@@ -259,6 +260,6 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "roll.datasets.arrow_files", raising=False)
     monkeypatch.delattr(roll.datasets, "arrow_files", raising=False)
     (tmp_path / "pairs.parquet").write_text("x")
-    with pytest.raises(MissingDependencyError, match=r"pip install 'roll-rl\[data\]'"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_hint("data"))):
         load_table(tmp_path / "pairs.parquet")
     assert len(load_table(write_jsonl(tmp_path / "pairs.jsonl"))) == 2

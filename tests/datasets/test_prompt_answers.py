@@ -3,8 +3,7 @@
 import pytest
 from tiny_models import tiny_tokenizer
 
-from roll.datasets.collator import LABEL_PAD
-from roll.datasets.prompt_answers import encode_answers
+from roll.datasets.prompt_answers import LABEL_PAD, encode_answers
 from roll.datasets.table import RowsTable
 from roll.exceptions import DataError
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from roll.exceptions import install_hint
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.utils import tracking
 from roll.utils.tracking import RunLog, Tracker, read_metrics, untagged
@@ -108,7 +109,7 @@ def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch, messages, values
     log.log(0, {"a": 1})
     log.close()
     [(found, text)] = messages()
-    assert found == level and "pip install 'roll-rl[tracking]'" in text
+    assert found == level and install_hint("tracking") in text
     assert len(read_metrics(log.path)) == 1
 
 

@@ -405,7 +405,7 @@ def test_without_plotly_there_are_sketches(reader: Reader, tmp_path: Path, monke
     monkeypatch.setattr(report, "plotly_script", lambda: None)
     page = reader.open(build_report([write_run(tmp_path / "plain", steps=12)]), "#curves")
     page.wait_for_selector(".chart svg polyline")
-    reader.see(".notice", "pip install 'roll-rl[report]'")
+    reader.see(".notice", "pip install plotly")
 
 
 def test_an_empty_run_and_odd_files_have_a_page(reader: Reader, tmp_path: Path) -> None:

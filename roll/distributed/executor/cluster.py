@@ -329,6 +329,11 @@ def _resolve(worker_cls: type | str) -> type[Worker]:
     return found
 
 
+def check_worker_class(worker_cls: type | str, max_concurrency: int) -> None:
+    """Raises ConfigError for what is no worker class, or one that cannot take so many calls at a time."""
+    _concurrency(_resolve(worker_cls), max_concurrency)
+
+
 def _choose_backend(resource_manager: ResourceManager, role: _Role, world_size: int) -> str:
     if resource_manager.backend != "auto":
         return resource_manager.backend

@@ -28,8 +28,8 @@ from roll.distributed.executor.backend import (
     timeout_message,
 )
 from roll.distributed.executor.worker import Worker, WorkerContext
-from roll.distributed.scheduler.resource_manager import override_for
-from roll.exceptions import ConfigError, WorkerError, WorkerTimeoutError
+from roll.distributed.scheduler.resource_manager import missing_gpus
+from roll.exceptions import WorkerError, WorkerTimeoutError
 from roll.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -160,20 +160,8 @@ def _fail(ref: LocalRef, method: str, error: BaseException) -> None:
 def _check_devices(specs: Sequence[WorkerSpec]) -> None:
     """The GPUs that are asked for exist in this process."""
     wanted = [device for spec in specs for device in spec.context.devices]
-    if not wanted:
-        return
-    role, found = specs[0].context.cluster_name, torch.cuda.device_count()
-    if any(device.node_rank > 0 for device in wanted):
-        raise ConfigError(
-            f"{role}.device_mapping names GPUs of a second machine, but its workers run in this process; "
-            "use backend='ray'"
-        )
-    missing = sorted({device.gpu_rank for device in wanted if device.gpu_rank >= found})
-    if missing:
-        raise ConfigError(
-            f"{role}.device_mapping names GPU {', '.join(map(str, missing))}, but this machine shows {found} GPU(s). "
-            + override_for(role, len(wanted) // len(specs), found)
-        )
+    if wanted:
+        missing_gpus(specs[0].context.cluster_name, wanted, len(specs), torch.cuda.device_count())
 
 
 def _warn_about_environment(spec: WorkerSpec) -> None:

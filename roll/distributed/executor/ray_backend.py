@@ -46,6 +46,7 @@ from roll.exceptions import (
     WorkerDiedError,
     WorkerError,
     WorkerTimeoutError,
+    install_hint,
 )
 from roll.utils.constants import RAY_NAMESPACE
 from roll.utils.logging import LEVEL_VARIABLE, get_logger
@@ -67,7 +68,7 @@ try:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise MissingDependencyError(
-        "the Ray backend needs ray, which is not installed: pip install 'roll-rl[ray]'. Without it, give every role "
+        f"the Ray backend needs ray, which is not installed: {install_hint('ray')}. Without it, give every role "
         "that holds a model one worker and leave backend at 'auto' or 'local'"
     ) from error
 

@@ -90,6 +90,32 @@ class ResourceManager:
             )
 
 
+def missing_gpus(
+    role: str,
+    devices: Sequence[Device],
+    num_workers: int,
+    num_gpus: int,
+    *,
+    num_nodes: int = 1,
+    machine: str = "this machine",
+    on_ray: bool = False,
+) -> None:
+    """Raises ConfigError for devices beyond `num_nodes` machines that show `num_gpus` GPUs each."""
+    if any(device.node_rank >= num_nodes for device in devices):
+        where = f"more than {num_nodes} machines" if num_nodes > 1 else "a second machine"
+        why = "there is no Ray cluster (RAY_ADDRESS is not set)" if on_ray else "its workers run in this process"
+        fix = "start one with `ray start`" if on_ray else "use backend='ray'"
+        if machine != "this machine":
+            why, fix = f"{machine} is {num_nodes}", f"compare with {num_nodes + 1}x{machine}"
+        raise ConfigError(f"{role}.device_mapping names GPUs of {where}, but {why}; {fix}")
+    missing = sorted({device.gpu_rank for device in devices if device.gpu_rank >= num_gpus})
+    if missing:
+        raise ConfigError(
+            f"{role}.device_mapping names GPU {_numbers(missing)}, but {machine} shows {num_gpus} GPU(s). "
+            + override_for(role, len(devices) // num_workers, num_gpus)
+        )
+
+
 def override_for(role: str, gpus_per_worker: int, num_gpus: int) -> str:
     """The sentence that ends a missing-GPU error: the overrides that run the role on the `num_gpus` that exist."""
     workers = num_gpus // gpus_per_worker

@@ -46,7 +46,7 @@ from roll.distributed.strategy.micro_batches import Rows, split_to
 from roll.distributed.strategy.ranks import Ranks
 from roll.distributed.strategy.strategy import InferenceStrategy, ModelOutput, ModelProvider
 from roll.distributed.strategy.train_strategy import TrainStrategy
-from roll.exceptions import ConfigError, MissingDependencyError
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.models.hf_checkpoint import load_hf_weights, read_hf_weights
 from roll.models.lora import is_lora_model
 
@@ -205,7 +205,6 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
     """A model that trains."""
 
     strategy_name = "deepspeed_train"
-    scales_loss = True
     default_stage = 2
 
     zero: ZeroState
@@ -319,7 +318,7 @@ def import_deepspeed(*, on_cpu: bool) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             "the strategies deepspeed_train and deepspeed_infer need the package deepspeed: "
-            "pip install 'roll-rl[deepspeed]'; the nearest strategies without it are fsdp2_train and fsdp2_infer"
+            f"{install_hint('deepspeed')}; the nearest strategies without it are fsdp2_train and fsdp2_infer"
         ) from error
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # It calls collectives by names that torch has since renamed.

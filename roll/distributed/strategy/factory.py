@@ -24,10 +24,14 @@ STRATEGIES = {
 
 def create_strategy(worker: Worker) -> InferenceStrategy:
     """The strategy that `worker.worker_config.strategy_args.strategy_name` names, not yet initialised."""
-    name = worker.worker_config.strategy_args.strategy_name
+    config = worker.worker_config
+    name = config.strategy_args.strategy_name
     if name not in STRATEGIES:
         raise ConfigError(
             f"strategy_args.strategy_name: found {name!r}, expected one of {', '.join(sorted(STRATEGIES))}"
         )
+    problems = [problem.under(str(config.name)) for problem in config.start_problems()]
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
     module, _, class_name = STRATEGIES[name].rpartition(".")
     return getattr(importlib.import_module(module), class_name)(worker)

@@ -43,11 +43,10 @@ from roll.distributed.strategy.strategy import (
     LossFunction,
     Metrics,
     ModelOutput,
-    ModelProvider,
     full_tensor,
     row_lengths,
 )
-from roll.exceptions import ConfigError, DataError, RollError
+from roll.exceptions import DataError, RollError
 from roll.models.hf_checkpoint import atomic_folder, load_hf_weights, write_hf_files
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
@@ -74,7 +73,6 @@ class TrainStrategy(InferenceStrategy):
     """A model on this rank that also trains. Subclasses say how it is placed and how gradients meet."""
 
     is_trainable: ClassVar[bool] = True
-    scales_loss: ClassVar[bool] = False  # whether fp16 gradients are kept from vanishing
     fuses_optimizer: ClassVar[bool] = False  # whether all weights are updated by one kernel; not with sharded ones
 
     optimizer: torch.optim.Optimizer
@@ -128,15 +126,6 @@ class TrainStrategy(InferenceStrategy):
             on_gpu = self.device.type == "cuda"
             return torch.cuda.get_device_properties(self.device).total_memory // 50 if on_gpu else 1 << 30
         return int(gib * 2**30)
-
-    def build_model(self, model_provider: ModelProvider) -> None:
-        path = f"{self.worker_config.name}.model_args"
-        if self.worker_config.model_args.dtype == "fp16" and not self.scales_loss:
-            raise ConfigError(
-                f"{path}.dtype: found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does not "
-                "scale the loss: small gradients would vanish. deepspeed_train scales it"
-            )
-        super().build_model(model_provider)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
+from roll.configs.model_files import check_model_files, model_of_run
 from roll.configs.problems import did_you_mean
 from roll.configs.strategy_options import VLLM_IGNORED
 from roll.distributed.scheduler.protocol import DataProto
@@ -38,8 +39,8 @@ from roll.distributed.strategy.weight_sync import checksum
 from roll.engines.engine import Decode, end_tokens, text_of
 from roll.engines.sample import Sample, SampleEngine
 from roll.engines.sampling import stream_key
-from roll.exceptions import ConfigError, MissingDependencyError
-from roll.models.model_providers import check_model_files, default_tokenizer_provider, model_of_run
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
+from roll.models.model_providers import default_tokenizer_provider
 
 if TYPE_CHECKING:
     from roll.distributed.executor.worker import Worker
@@ -157,11 +158,6 @@ class VllmStrategy(InferenceStrategy):
         args = self.worker_config.model_args
         given = {key: value for key, value in self.strategy_config.items() if key not in VLLM_IGNORED}
         _check_keys(given)
-        if any((given.get(key) or 1) > 1 for key in ("tensor_parallel_size", "pipeline_parallel_size")):
-            raise ConfigError(
-                "strategy_config: a vLLM engine of this strategy runs on one device; set tensor_parallel_size and "
-                "pipeline_parallel_size to 1 and use more workers (world_size or device_mapping)"
-            )
         on_cpu = self.worker.device_index is None
         if on_cpu:
             _check_head_size(self.config)
@@ -399,7 +395,7 @@ def _import_vllm() -> SimpleNamespace:
         from vllm.v1.executor.abstract import Executor
     except ImportError as error:
         raise MissingDependencyError(
-            f"the strategy vllm needs vLLM ({error}): pip install 'roll-rl[vllm]', on a GPU machine pip install vllm; "
+            f"the strategy vllm needs vLLM ({error}): {install_hint('vllm')}, on a GPU machine pip install vllm; "
             "the nearest strategy without it is hf_infer"
         ) from error
     # It warns about layers without weights of their own at every reload.

@@ -23,17 +23,18 @@ from torch import Tensor
 
 from roll.algorithms.preference_loss import pair_accuracy, preference_loss, split_pairs
 from roll.configs.data_args import DataArguments
+from roll.configs.model_files import check_model_files
 from roll.datasets.collator import DataCollatorWithPaddingForDPO
 from roll.datasets.files import load_table
-from roll.datasets.preference import PreferenceDataset, encode_preferences
-from roll.datasets.sampler import EpochSampler
+from roll.datasets.preference import PreferenceDataset
 from roll.distributed.executor.backend import free_cached_memory
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
-from roll.models.model_providers import check_model_files, default_tokenizer_provider
+from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_pipeline import BasePipeline
 from roll.pipeline.dpo.actor_worker import REFERENCE_SUMS, PreferenceSettings
 from roll.pipeline.dpo.dpo_config import DPOConfig
+from roll.pipeline.dpo.pair_data import encode_table, make_sampler
 from roll.pipeline.dpo.reference_scores import (
     compute_log_probs,
     load_scores,
@@ -69,16 +70,7 @@ class PreferenceData:
 
         def encode(data_args: DataArguments | None) -> PreferenceDataset:
             assert data_args is not None
-            return encode_preferences(
-                load_table(data_args.files),
-                tokenizer,
-                max_length=config.sequence_length,
-                template=config.template or "native",
-                chosen_key=config.chosen_key,
-                rejected_key=config.rejected_key,
-                prompt_key=data_args.prompt,
-                overlong=config.overlong,
-            )
+            return encode_table(config, data_args, load_table(data_args.files), tokenizer, config.sequence_length)
 
         datasets = {TRAIN: encode(config.actor_train.data_args)}
         if config.has_validation:
@@ -104,7 +96,7 @@ class DPOPipeline(BasePipeline):
 
     def __init__(self, pipeline_config: DPOConfig, *, progress: bool | None = None) -> None:
         self.data = PreferenceData.load(pipeline_config)
-        self.sampler = _make_sampler(pipeline_config, len(self.data.datasets[TRAIN]))
+        self.sampler = make_sampler(pipeline_config, self.data.datasets[TRAIN])
         config = _with_length_of_run(pipeline_config, self.sampler.batches_per_epoch)
         super().__init__(config, progress=progress)
         for name, dataset in self.data.datasets.items():
@@ -374,12 +366,6 @@ class ValidationHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.first, self.last, self.best = (dict(state[name]) for name in ("first", "last", "best"))
         self.bad_in_a_row = state["bad_in_a_row"]
-
-
-def _make_sampler(config: DPOConfig, num_pairs: int) -> EpochSampler:
-    data_seed = config.actor_train.training_args.data_seed
-    seed = config.seed if data_seed is None else data_seed
-    return EpochSampler(num_pairs, config.pairs_per_step, seed)
 
 
 def _with_length_of_run(config: DPOConfig, steps_per_epoch: int) -> DPOConfig:

@@ -22,12 +22,12 @@ from transformers import AutoConfig
 
 from roll.algorithms.preference_loss import sequence_log_probs
 from roll.configs.config_model import plain_values
+from roll.configs.model_files import weight_files
 from roll.configs.worker_config import WorkerConfig
 from roll.datasets.collator import DataCollatorWithPaddingForDPO
 from roll.datasets.preference import PreferenceDataset
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from roll.models.model_providers import weight_files
 from roll.utils.logging import get_logger
 
 logger = get_logger(__name__)

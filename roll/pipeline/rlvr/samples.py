@@ -9,7 +9,7 @@ batch are right padded to the longest of them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,18 +21,7 @@ from roll.datasets.prompts import Prompt
 from roll.distributed.scheduler.batch_columns import object_column
 from roll.distributed.scheduler.protocol import DataProto
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
-from roll.exceptions import DataError
 from roll.utils.rollout_log import DroppedSample
-
-# Columns that the pipeline makes; a data file must not have others of these names.
-OWN_COLUMNS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "prompt_mask", "response_mask", "prompts", "responses"}
-    | {"infer_logprobs", "policy_versions", "policy_version", "group_id", "prompt_id", "sample_uuid", "finish_reason"}
-    | {"scores", "response_level_rewards", "reward_parts", "drop_reason", "token_level_rewards", "token_level_scores"}
-    | {"old_log_probs", "ref_log_probs", "values", "entropy", "advantages", "raw_advantages", "returns"}
-    | {"final_response_mask", "origin_response_mask", "difficulty_mask", "sample_weights", "row_number"}
-    | {"train_infer_is_weight", "train_infer_filter_mask"}
-)
 
 
 @dataclass(frozen=True)
@@ -174,10 +163,3 @@ def scored_batch(groups: Sequence[Group], pad_token_id: int) -> DataProto:
     batch["response_level_rewards"] = torch.tensor([entry.reward for entry in scored], dtype=torch.float32)
     batch["reward_parts"] = object_column("reward_parts", [entry.parts for entry in scored])
     return batch
-
-
-def check_columns(columns: Iterable[str], name: str) -> None:
-    """DataError if a data file has columns of names that the pipeline gives to its own."""
-    clash = sorted(OWN_COLUMNS & set(columns))
-    if clash:
-        raise DataError(f"{name}: the columns {', '.join(clash)} have names that the pipeline uses itself; rename them")

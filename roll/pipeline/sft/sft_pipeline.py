@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from roll.configs.data_args import DataArguments
-from roll.datasets.collator import LABEL_PAD, DataCollatorWithPaddingForPaddedKeys
+from roll.datasets.collator import DataCollatorWithPaddingForPaddedKeys
 from roll.datasets.files import load_table
-from roll.datasets.prompt_answers import PromptAnswers, encode_answers
-from roll.datasets.sampler import EpochSampler
+from roll.datasets.prompt_answers import LABEL_PAD, PromptAnswers
 from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import ConfigError
 from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_pipeline import BasePipeline
+from roll.pipeline.sft.answer_data import encode_table, make_sampler
 from roll.pipeline.sft.sft_config import SFTConfig
 from roll.utils.logging import get_logger
 from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
@@ -41,10 +41,7 @@ class SFTPipeline(BasePipeline):
         if validation is not None and validation.data_args is not None:
             length = pipeline_config.val_sequence_length
             self.val_dataset = self._encode(pipeline_config, validation.data_args, length)
-        seed = pipeline_config.actor_train.training_args.data_seed
-        self.sampler = EpochSampler(
-            len(self.dataset), pipeline_config.rows_per_step, pipeline_config.seed if seed is None else seed
-        )
+        self.sampler = make_sampler(pipeline_config, self.dataset)
         super().__init__(pipeline_config, progress=progress)
         self.collate = DataCollatorWithPaddingForPaddedKeys(self.tokenizer, padding_side="right")
         self.actor_train = self.make_cluster("actor_train")
@@ -123,14 +120,6 @@ class SFTPipeline(BasePipeline):
         return f"Validation: loss {result['val/loss']:.4f}, {result['val/exact_match']:.3f} answered exactly."
 
     def _encode(self, config: SFTConfig, data_args: DataArguments, max_length: int) -> PromptAnswers:
-        answers = encode_answers(
-            load_table(data_args.files),
-            self.tokenizer,
-            max_length=max_length,
-            template=config.template,
-            prompt_key=data_args.prompt,
-            messages_key=data_args.messages,
-            answer_key=data_args.response or "response",
-        )
+        answers = encode_table(config, data_args, load_table(data_args.files), self.tokenizer, max_length)
         logger.info("%s: %s", ", ".join(data_args.files), answers.summary)
         return answers

@@ -11,14 +11,14 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from roll.exceptions import MissingDependencyError
+from roll.exceptions import MissingDependencyError, install_hint
 from roll.utils.scoring.answers import after_thinking
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
     raise MissingDependencyError(
-        "scoring mathematical answers needs math-verify, which is not installed: pip install 'roll-rl[rewards]'"
+        f"scoring mathematical answers needs math-verify, which is not installed: {install_hint('rewards')}"
     ) from error
 
 # It warns, at every call, that its own limits are off.

@@ -87,7 +87,7 @@
       filter();
       main.replaceChildren(
         R.h("div", { class: "toolbar" }, search, found, R.h("label", { class: "control" }, "Smoothing", smooth, amount), R.h("label", { class: "control" }, axis), R.h("label", { class: "control" }, log, "log scale"), runs),
-        !R.index.plotly ? R.h("p", { class: "notice" }, "The charts are simple sketches because plotly is not installed: pip install 'roll-rl[report]', then write the report again.") : "",
+        !R.index.plotly ? R.h("p", { class: "notice" }, "The charts are simple sketches because plotly is not installed: pip install plotly, then write the report again.") : "",
         metrics.length ? R.h("div", { class: "curves" }, sections.map(({ section }) => section)) : R.h("p", { class: "empty" }, "No metric was logged yet."));
     },
   };

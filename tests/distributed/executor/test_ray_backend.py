@@ -1,6 +1,7 @@
 """What only Ray workers have: processes, environments, devices, groups, and ways to die."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,14 @@ from cluster_workers import EchoWorker, GroupWorker, Payload, TwoArgumentError
 
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager
-from roll.exceptions import ConfigError, MissingDependencyError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from roll.exceptions import (
+    ConfigError,
+    MissingDependencyError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    install_hint,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -321,5 +329,5 @@ def test_ray_client_addresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "roll.distributed.executor.ray_backend", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'roll-rl\[ray\]'"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_hint("ray"))):
         start(EchoWorker, 1)

@@ -1,5 +1,6 @@
 """ZeRO stages 1 to 3 on two real processes: one gradient, one update, exact resume, weights that others can read."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from roll.configs.worker_config import WorkerConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
-from roll.exceptions import ConfigError, DataError, MissingDependencyError
+from roll.exceptions import ConfigError, DataError, MissingDependencyError, install_hint
 
 pytestmark = pytest.mark.deepspeed
 
@@ -346,5 +347,5 @@ def test_low_stages_in_half_precision(folder, stage, dtype, more, runs_at):
 
 def test_without_the_package(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'roll-rl\[deepspeed\]'.*fsdp2_train"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_hint("deepspeed")) + ".*fsdp2_train"):
         local_worker("dpo", zero_config("dpo", folder, None, workers=1))

@@ -98,7 +98,7 @@ def test_a_missing_library_names_the_extra_and_the_nearest_strategy(tmp_path, mo
     resources = ResourceManager(0, 1, backend="local")
     config = make_config("dpo", make_model_folder(tmp_path))
     cluster = Cluster("actor_infer", InferWorker, resources, infer_role(tmp_path))
-    with pytest.raises(WorkerError, match=r"roll-rl\[vllm\].*hf_infer") as caught:
+    with pytest.raises(WorkerError, match=r"\[vllm\].*hf_infer") as caught:
         cluster.initialize(config)
     assert isinstance(caught.value.__cause__, MissingDependencyError)
     module._import_vllm.cache_clear()

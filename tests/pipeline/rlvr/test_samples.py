@@ -6,7 +6,8 @@ import pytest
 from roll.datasets.prompts import Prompt
 from roll.engines.request import GenerationOutput
 from roll.exceptions import DataError
-from roll.pipeline.rlvr.samples import Group, Sample, ScoredSample, check_columns, make_batch, sample_of, scored_batch
+from roll.pipeline.rlvr.prompt_data import check_columns
+from roll.pipeline.rlvr.samples import Group, Sample, ScoredSample, make_batch, sample_of, scored_batch
 
 
 def prompt(ids, *, index=0, **row) -> Prompt:

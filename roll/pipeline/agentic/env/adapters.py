@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from roll.exceptions import ConfigError, MissingDependencyError
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.pipeline.agentic.env.answers import answer_with
 from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, find_groups, parse_action
 
@@ -48,7 +48,7 @@ class GymnasiumEnv(Env):
         env_config: Mapping[str, Any] | None = None,
         env_instruction: str | None = None,
     ) -> None:
-        gymnasium = _library("gymnasium", "pip install 'roll-rl[envs]'")
+        gymnasium = _library("gymnasium", install_hint("envs"))
         if observation not in (None, "ansi", "value"):
             raise ConfigError(f'{env_id}: observation: found "{observation}", expected "ansi" or "value"')
         try:

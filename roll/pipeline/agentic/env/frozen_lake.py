@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from roll.exceptions import ConfigError, MissingDependencyError
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.pipeline.agentic.env.answers import answer_with
 from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, parse_action
 
@@ -24,7 +24,7 @@ try:
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 except ImportError as error:
     raise MissingDependencyError(
-        "the environment frozen_lake needs gymnasium, which is not installed: pip install 'roll-rl[envs]'"
+        f"the environment frozen_lake needs gymnasium, which is not installed: {install_hint('envs')}"
     ) from error
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # gymnasium's numbers 0 to 3

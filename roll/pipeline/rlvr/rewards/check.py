@@ -18,11 +18,16 @@ def check_rewards(pipeline_config: Any) -> None:
     for domain, reward in pipeline_config.rewards.items():
         key = f"rewards.{domain}"
         try:
-            worker_cls = import_class(reward.worker_cls) if isinstance(reward.worker_cls, str) else reward.worker_cls
-            if hasattr(worker_cls, "check"):
-                worker_cls.check(reward)
+            check_reward(reward)
         except ConfigError as error:
             name = f"{key}.reward_fn" if reward.reward_fn else key
             raise ConfigError(f"{name}: {error}") from None
         except MissingDependencyError as error:
             raise MissingDependencyError(f"{key}: {error}") from None
+
+
+def check_reward(reward: Any) -> None:
+    """`check_rewards` for one of them, without the key in front."""
+    worker_cls = import_class(reward.worker_cls) if isinstance(reward.worker_cls, str) else reward.worker_cls
+    if hasattr(worker_cls, "check"):
+        worker_cls.check(reward)
