@@ -268,8 +268,7 @@ class AgenticConfig(PPOConfig):
     """Discount of a step's score per turn."""
 
     ratio_type: Literal["token", "segment", "seq", "segment_token", "seq_token"] = "token"
-    """Tokens that share one probability ratio: each alone, those of a turn, or all of a row; with `_token` the gradient
-    of each token has its own advantage (GSPO-token), not the mean."""
+    """Tokens with one probability ratio: each, those of a turn, of a row; `_token`: trained on their own advantages."""
 
     log_samples_per_step: AtLeastZero | None = 16
     """Samples that are written to the run's folder in each step, for the report; null writes all, 0 none."""
