@@ -323,8 +323,7 @@ class AgenticConfig(PPOConfig):
     """Discount of a step's score per turn."""
 
     ratio_type: Literal["token", "segment", "seq", "segment_token", "seq_token"] = "token"
-    """Tokens that share one probability ratio: each alone, those of a turn, or all of a row; with `_token` the gradient
-    of each token has its own advantage (GSPO-token), not the mean."""
+    """Tokens with one probability ratio: each, those of a turn, of a row; `_token`: trained on their own advantages."""
 
     exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"
     """Mode of a sandbox."""

@@ -210,8 +210,7 @@ class RLVRConfig(PPOConfig):
     """Weight of policy and KL loss."""
 
     importance_sampling: Literal["token", "seq", "segment", "seq_token", "segment_token"] = "token"
-    """Tokens that share one probability ratio: each alone, the whole response (GSPO), or a run of response tokens; with
-    `_token` the gradient of each token has its own advantage (GSPO-token), not the mean."""
+    """Tokens with one probability ratio: each, a response (GSPO), a run; `_token`: trained on their own advantages."""
 
     val_greedy: bool = False
     """Validate with the most likely tokens."""
