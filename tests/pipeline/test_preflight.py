@@ -217,7 +217,7 @@ BROKEN: dict[str, tuple[str, list[str], list[str]]] = {
     "no pipeline": ("sft", ["pipeline=stf", "pretrain=./gone"], ['pipeline: found "stf"', "pretrain: the folder"]),
 }
 # These ask a class, which brings torch with it.
-NEED_TORCH = {"no such module"}
+NEED_TORCH = {"no such module", "no such manager"}  # classes that are imported to look at them
 
 RUN = """
 import contextlib, io, json, sys
