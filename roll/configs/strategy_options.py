@@ -18,20 +18,26 @@ from roll.configs.problems import Problem, problems_of
 # fmt: off
 MEGATRON_KEYS = frozenset(
     {
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-        "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel",
-        "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather",
-        "accumulate_allreduce_grads_in_fp32", "recompute_granularity", "recompute_method", "recompute_num_layers",
-        "bias_activation_fusion", "apply_rope_fusion", "variable_seq_lengths", "use_flash_attn", "additional_configs",
-        "moe_apply_probs_on_input", "moe_aux_loss_coeff", "moe_enable_deepep", "moe_expert_capacity_factor",
-        "moe_ffn_hidden_size", "moe_grouped_gemm", "moe_input_jitter_eps", "moe_layer_freq", "moe_layer_recompute",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "accumulate_allreduce_grads_in_fp32", "additional_configs", "apply_rope_fusion", "bf16",
+        "bias_activation_fusion", "context_parallel_size", "cross_entropy_loss_fusion",
+        "distrib_optim_fully_reshardable", "expert_model_parallel_size",
+        "expert_tensor_parallel_size", "moe_apply_probs_on_input", "moe_aux_loss_coeff",
+        "moe_enable_deepep", "moe_expert_capacity_factor", "moe_ffn_hidden_size",
+        "moe_grouped_gemm", "moe_input_jitter_eps", "moe_layer_freq", "moe_layer_recompute",
         "moe_pad_expert_input_to_capacity", "moe_per_layer_logging", "moe_permute_fusion",
         "moe_router_bias_update_rate", "moe_router_dtype", "moe_router_enable_expert_bias",
-        "moe_router_force_load_balancing", "moe_router_group_topk", "moe_router_load_balancing_type",
-        "moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk",
-        "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_overlap", "moe_token_dispatcher_type", "moe_token_drop_policy", "moe_token_dropping",
-        "moe_use_legacy_grouped_gemm", "moe_z_loss_coeff",
+        "moe_router_force_load_balancing", "moe_router_group_topk",
+        "moe_router_load_balancing_type", "moe_router_num_groups", "moe_router_pre_softmax",
+        "moe_router_score_function", "moe_router_topk", "moe_router_topk_limited_devices",
+        "moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_overlap", "moe_token_dispatcher_type", "moe_token_drop_policy",
+        "moe_token_dropping", "moe_use_legacy_grouped_gemm", "moe_z_loss_coeff",
+        "overlap_grad_reduce", "overlap_param_gather", "pipeline_model_parallel_layout",
+        "pipeline_model_parallel_size", "recompute_granularity", "recompute_method",
+        "recompute_modules", "recompute_num_layers", "sequence_parallel",
+        "tensor_model_parallel_size", "use_distributed_optimizer", "use_flash_attn",
+        "variable_seq_lengths", "virtual_pipeline_model_parallel_size",
     }
 )
 # fmt: on

@@ -43,6 +43,7 @@ def test_a_key_that_a_strategy_does_not_have_is_refused(name):
         ("fsdp2_train", {"ep_size": 2}, "ep_size: found 2 .* not built yet: expert parallelism; .* set it to 1"),
         ("fsdp2_infer", {"apply_tiled_mlp": True}, "not built yet: a tiled MLP; remove it or set it to false"),
         ("fsdp2_train", {"moe_experts": 1}, "moe_experts: unknown key"),  # no key of Megatron, though it begins so
+        ("fsdp2_train", {"max_grad_norm": 1.0}, "max_grad_norm: unknown key"),  # of Megatron, but no matter of speed
         ("deepspeed_train", {"keep_logits_gib": "much"}, "keep_logits_gib: found"),
         ("vllm", {"dtype": "half"}, "strategy_config.dtype: it follows from model_args.dtype; remove it"),
     ],

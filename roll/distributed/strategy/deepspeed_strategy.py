@@ -298,8 +298,9 @@ def words_of_deepspeed() -> frozenset[str]:
         if name.partition(".")[0] == "deepspeed":
             words |= {value for value in vars(module).values() if isinstance(value, str)}
             if name.endswith("config"):
-                constants = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if hasattr(node, "value")]
-                words |= {node.value for node in constants if isinstance(node.value, str)}
+                nodes = ast.walk(ast.parse(inspect.getsource(module)))
+                constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+                words |= {value for value in constants if isinstance(value, str)}
     return frozenset(words)
 
 
