@@ -103,10 +103,16 @@ def check(
     roll check config.yaml rollout_batch_size=64 --json
     """
     from roll.configs.report import check_report
-    from roll.pipeline.preflight import examine
+    from roll.pipeline.preflight import Checked, examine
     from roll.utils.machine import parse_machine
 
-    checked = examine(config, overrides or (), None if machine is None else parse_machine(machine))
+    other = None if machine is None else parse_machine(machine)
+    try:
+        checked = examine(config, overrides or (), other)
+    except ConfigError as error:  # there are no values to look at
+        if not as_json:
+            raise
+        checked = Checked(config, None, str(error).splitlines())
     if as_json and checked.errors:
         found = {"errors": checked.errors, "warnings": checked.warnings, "notes": checked.notes}
         typer.echo(json.dumps({"path": str(config), "valid": False, **found}, indent=2))

@@ -153,6 +153,16 @@ def test_bad_files_end_with_one_clear_message_and_exit_code_2(roll, name, tmp_pa
         assert leak not in errors
 
 
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_as_json(roll, name, tmp_path):
+    text, expected = BAD_FILES[name]
+    (tmp_path / "bad.yaml").write_text(text)
+    code, output, errors = roll("check", tmp_path / "bad.yaml", "--json")
+    found = json.loads(output)
+    assert (code, errors, found["valid"]) == (2, "", False)
+    assert expected in "\n".join(found["errors"]) and {"warnings", "notes"} <= set(found)
+
+
 def test_a_missing_file_ends_the_same_way(tmp_path):
     result = in_a_process("check", tmp_path / "nope.yaml")
     assert (result.returncode, result.stdout) == (2, "")

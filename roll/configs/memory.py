@@ -26,6 +26,8 @@ LAYER_ACTIVATIONS = 24
 # Logits exist in chunks of at most this size (see roll.ops).
 LOGITS_CHUNK_BYTES = 512 * 1024**2
 MARGIN = 0.5  # how far the activations may be off, to either side
+ON_GPU = "on one GPU"
+Bytes = Callable[[str], float]
 
 
 @dataclass(frozen=True)
@@ -98,57 +100,61 @@ def memory_verdict(
     """What does not fit (errors), and what may not (warnings), on a machine with so many bytes; None is not compared.
 
     Roles that share a GPU, or the machine's memory, add up their states; they compute one after the other, so that only
-    the largest of their activations counts. With `is_offload_states` one role at a time is on a GPU.
+    the largest of their activations counts. With `is_offload_states` one role at a time is on a GPU, and a reference
+    whose scores are precomputed is gone before the policy comes.
     """
     roles = {name: config.active_roles()[name] for name in estimates}
     errors: list[Problem] = []
     warnings: list[str] = []
 
-    def judge(where: str, names: list[str], low: float, middle: float, high: float, limit: int | None) -> None:
-        if not names or limit is None or high <= limit:
-            return
-        largest = max(names, key=lambda name: estimates[name].total)
-        needs = f"estimated {_gib(middle)} {where} for {', '.join(names)}, {machine} has {_gib(limit)}"
-        if low > limit:
-            fix = "use more or larger devices, a smaller micro-batch, fewer bits (dtype) or adapters (lora_target)"
-            key = config.key_of(largest)
-            errors.append(Problem(key, f"{needs}; even with {MARGIN:.0%} fewer activations it does not fit: {fix}"))
+    def judge(where: str, names: list[str], states: Bytes, activations: Bytes, limit: int | None) -> None:
+        is_precomputed = getattr(config, "reference_log_probs", "live") == "precompute"
+        if where == ON_GPU and config.is_offload_states:
+            together = [[name] for name in names]
+        elif is_precomputed:  # the reference is gone before the policy comes
+            together = [
+                [name for name in names if name != "reference"],
+                [name for name in names if name == "reference"],
+            ]
         else:
-            warnings.append(f"{needs}; activations may be {MARGIN:.0%} more or fewer, so it may not fit")
+            together = [names]
+        for group in filter(None, together):
+            # In one process, a role that samples may use the very weights of the one that is trained.
+            shared = "actor_infer" if config.execution_backend == "local" and "actor_train" in group else ""
+            kept, least = (sum(states(name) for name in group if name != left_out) for left_out in ("", shared))
+            peak = max(map(activations, group))
+            if limit is None or kept + (1 + MARGIN) * peak <= limit:
+                continue
+            needs = f"estimated {_gib(kept + peak)} {where} for {', '.join(group)}, {machine} has {_gib(limit)}"
+            if least + (1 - MARGIN) * peak > limit:
+                key = config.key_of(max(group, key=lambda name: estimates[name].total))
+                fix = "use more or larger devices, a smaller micro-batch, fewer bits (dtype) or adapters (lora_target)"
+                errors.append(Problem(key, f"{needs}; even with {MARGIN:.0%} fewer activations it does not fit: {fix}"))
+            else:
+                warnings.append(f"{needs}; activations may be {MARGIN:.0%} more or fewer, so it may not fit")
+            return
 
-    def bounds(
-        names: list[str], states: Callable[[str], float], activations: Callable[[str], float]
-    ) -> tuple[float, float, float]:
-        kept, peak = sum(map(states, names)), max(map(activations, names), default=0)
-        return kept + (1 - MARGIN) * peak, kept + peak, kept + (1 + MARGIN) * peak
+    def states_on_gpu(name: str) -> float:
+        return estimates[name].states
 
-    gpus = sorted({gpu for role in roles.values() for gpu in role.device_mapping or []})
-    by_gpu = [[name for name, role in roles.items() if gpu in (role.device_mapping or [])] for gpu in gpus]
-    if config.is_offload_states:
-        by_gpu = [[name] for names in by_gpu for name in names]
-    crowds = [
-        (names, bounds(names, lambda name: estimates[name].states, lambda name: estimates[name].activations))
-        for names in by_gpu
-    ]
-    if crowds:
-        names, (low, middle, high) = max(crowds, key=lambda item: item[1][1])
-        judge("on one GPU", names, low, middle, high, gpu_bytes)
-    is_cluster = config.num_nodes > 1
-    on_host = [name for name, role in roles.items() if not role.device_mapping or estimates[name].offloaded]
-
-    def host_states(name: str) -> float:
+    def states_on_host(name: str) -> float:
         on_cpu = 0 if roles[name].device_mapping else estimates[name].states
         return (on_cpu + estimates[name].offloaded) * roles[name].world_size
 
-    def host_activations(name: str) -> float:
-        return 0 if roles[name].device_mapping else estimates[name].activations * roles[name].world_size
-
-    if not is_cluster:
-        # In one process, a role that samples or scores may use the very weights of the one that trains.
-        shared = "actor_infer" if config.execution_backend == "local" and "actor_train" in on_host else ""
-        least = bounds([name for name in on_host if name != shared], host_states, host_activations)[0]
-        _, middle, high = bounds(on_host, host_states, host_activations)
-        judge("of memory", on_host, least, middle, high, host_bytes)
+    gpus = {gpu for role in roles.values() for gpu in role.device_mapping or []}
+    crowds = [[name for name, role in roles.items() if gpu in (role.device_mapping or [])] for gpu in gpus]
+    if crowds:
+        fullest = max(crowds, key=lambda names: sum(estimates[name].total for name in names))
+        judge(ON_GPU, fullest, states_on_gpu, lambda name: estimates[name].activations, gpu_bytes)
+    on_host = [name for name, role in roles.items() if not role.device_mapping or estimates[name].offloaded]
+    if config.num_nodes == 1:
+        judge(
+            "of memory",
+            on_host,
+            states_on_host,
+            lambda name: 0 if roles[name].device_mapping else estimates[name].activations * roles[name].world_size,
+            host_bytes,
+        )
     return errors, warnings
 
 

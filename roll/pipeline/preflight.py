@@ -112,9 +112,9 @@ class Checked:
     errors: list[str]
     """With file and line."""
 
-    warnings: list[str]
-    notes: list[str]
-    memory: dict[str, MemoryEstimate]
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    memory: dict[str, MemoryEstimate] = field(default_factory=dict)
 
     def require(self) -> LoadedConfig:
         """The config, if it can be trained with; otherwise a ConfigError that has all errors, one a line."""

@@ -41,7 +41,7 @@ def test_it_is_ready_to_train_and_survives_a_round_trip(path, tmp_path):
 EXAMPLES = [path for path in CONFIGS if "examples" in path.parts]
 # What a reader brings, in the form that the examples' comments give.
 BROUGHT = {
-    "data/math": {"prompt": "What is 1 + 1?", "ground_truth": "2"},
+    "data/math": {"messages": [{"role": "user", "content": "1 + 1?"}], "ground_truth": "2", "tag": "math"},
     "data/preferences": {"prompt": "Hi", "chosen": "Hello!", "rejected": "What?"},
 }
 
@@ -50,8 +50,8 @@ BROUGHT = {
 def prepared(tmp_path_factory) -> Path:
     """A folder in which the scripts of the examples have made what they make, and readers have put their own data."""
     folder = tmp_path_factory.mktemp("clone")
-    for script in ("rlvr/make_data.py", "dpo/make_data.py"):
-        command = [sys.executable, str(ROOT / "examples" / script)]
+    for script, *arguments in (["rlvr/make_data.py"], ["dpo/make_data.py", "output/dpo_data", "--model"]):
+        command = [sys.executable, str(ROOT / "examples" / script), *arguments]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=200)
     (folder / "data").mkdir()
     for prefix, row in BROUGHT.items():

@@ -122,6 +122,12 @@ def test_roles_that_share_a_gpu_add_up_unless_they_are_offloaded(folder):
     assert verdict(on_gpus([0], [0], is_offload_states=True), roles, gpu=80) == ([], [])
 
 
+def test_a_reference_that_is_asked_once_makes_room(folder):
+    config = config_of(folder).model_copy(update={"reference_log_probs": "precompute"})
+    assert verdict(config, {"actor_train": (50, 0), "reference": (40, 0)}, host=60) == ([], [])
+    assert verdict(config, {"actor_train": (50, 0), "reference": (70, 0)}, host=60)[0][0].startswith("reference: ")
+
+
 def test_states_that_stay_in_host_memory_leave_the_gpu(folder):
     options = {"strategy_name": "fsdp2_train", "strategy_config": {"offload_policy": True}}
     role = {"strategy_args": options, "device_mapping": [0]}

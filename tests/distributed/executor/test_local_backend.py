@@ -170,7 +170,7 @@ def test_gpus_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as caught:
         local(EchoWorker, world_size=4, device_mapping=[0, 1, 2, 3])
     assert str(caught.value) == (
-        "role.device_mapping names GPU 1, 2, 3, but this machine shows 1 GPU(s). To run it on what is there: "
+        "role.device_mapping names GPU 1 to 3, but this machine shows 1 GPU(s). To run it on what is there: "
         "role.device_mapping=[0]; or on CPU: role.device_mapping=null role.world_size=1"
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
