@@ -174,11 +174,22 @@ def test_samples_that_got_too_old_are_dropped_and_replaced(tmp_path, engine):
     collector.close()
 
 
-def test_what_is_dropped_is_replaced_at_once(tmp_path, engine):
-    collector = make(tmp_path, engine)
+def test_what_is_dropped_is_replaced_at_once(tmp_path, engine, monkeypatch):
+    collector, looked = make(tmp_path, engine), threading.Event()
+    has_work = collector._has_work
+
+    def watched():
+        looked.set()
+        return has_work()
+
+    monkeypatch.setattr(collector, "_has_work", watched)
     with collector.paused(0):
         pass
-    wait_until(collector, lambda: num_ready(collector) == 2 * GROUPS)  # as many as may be: the thread has nothing to do
+    wait_until(collector, lambda: num_ready(collector) == 2 * GROUPS)  # as many as may be
+    with collector._changed:
+        looked.clear()
+        collector._changed.notify_all()
+    assert looked.wait(LONG)  # from here on the thread waits to hear of something to do
     engine.version = 5
     assert collector.collect(5).metrics["rollout/dropped/stale"] == 2 * GROUPS * SAMPLES
     collector.close()
