@@ -35,7 +35,7 @@ pytestmark = pytest.mark.portable
 EXAMPLES = TESTS.parent / "examples" / "rlvr"
 SMALL = TESTS / "golden" / "rlvr_small.jsonl"
 EXAMPLE = TESTS / "golden" / "reverse_grpo.json"
-STEPS = 6
+STEPS = 4
 # What follows from the samples by counting and by arithmetic on small numbers.
 COUNTS = (
     "critic/score/mean",
@@ -50,11 +50,11 @@ COUNTS = (
 SIZES = ("actor_train/grad_norm", "actor/approxkl", "actor/entropy", "critic/entropy/mean")
 # Means of a ratio times an advantage of size 1.
 LOSSES = ("actor/pg_loss", "actor/total_loss")
-# Shares of about 40 tokens of an optimizer step: a ratio at the edge of the clip may fall on either side.
+# Shares of the 70 to 80 tokens of a step: a ratio at the edge of the clip may fall on either side.
 SHARES = ("actor/clipfrac", "actor/ppo_ratio_clipfrac")
-# Adam divides by the size of a gradient and so turns last bits into 1e-4 within six steps; a wrong formula differs by
-# far more.
-TOLERANCE = 3e-3
+# Adam divides a gradient by its size, so that last bits grow to 1e-4 of a gradient within a few steps; a wrong formula
+# differs by far more. Losses, means over many tokens, came within 1e-6.
+TOLERANCES = {COUNTS: {"rel": 1e-5}, SIZES: {"rel": 1e-3}, LOSSES: {"abs": 1e-4}, SHARES: {"abs": 2 / 70}}
 
 
 class Recorded:
@@ -81,14 +81,15 @@ class Recorded:
 
 
 def small_run(folder: Path, recorded=()) -> list[dict]:
-    """Six steps of a tiny run: sampling, scoring, advantages, two optimizer steps each. What was drawn and logged."""
+    """Four steps of a tiny run: sampling, scoring, advantages, two optimizer steps each. What was drawn and logged."""
     inputs = make_inputs(folder / "inputs")
-    config = make_config(inputs, output_dir=str(folder / "output"), max_steps=STEPS, entropy_loss_coef=0.01)
+    config = make_config(
+        inputs, output_dir=str(folder / "output"), max_steps=STEPS, entropy_loss_coef=0.01, first_ratio_tolerance=0
+    )
     with RLVRPipeline(config, progress=False) as pipeline:
         pipeline.collector.engine = engine = Recorded(pipeline.collector.engine, recorded)
         pipeline.run()
-    keys = (*COUNTS, *SIZES, *LOSSES, *SHARES)
-    lines = [{key: line[key] for key in keys} for line in metrics_of(pipeline.run_dir)]
+    lines = [{key: line[key] for keys in TOLERANCES for key in keys} for line in metrics_of(pipeline.run_dir)]
     return [drawn | {"metrics": line} for drawn, line in zip(engine.drawn, lines, strict=True)]
 
 
@@ -144,19 +145,14 @@ def test_a_small_run_computes_what_it_always_did(tmp_path):
             if step["tokens"][i] == tokens:
                 found = [math.exp(value) for value in step["log_probs"][i]]
                 kept = [math.exp(value) for value in expected["log_probs"][i]]
-                assert found == pytest.approx(kept, abs=TOLERANCE), f"step {number}, sample {i}"
+                assert found == pytest.approx(kept, abs=1e-3), f"step {number}, sample {i}"
             else:
                 others.append((number, i))
-        for keys, tolerance in (
-            (COUNTS, {"rel": 1e-5}),
-            (SIZES, {"rel": TOLERANCE}),
-            (LOSSES, {"abs": TOLERANCE}),
-            (SHARES, {"abs": 2 / 40}),
-        ):
+        for keys, tolerance in TOLERANCES.items():
             found, kept = ({key: line["metrics"][key] for key in keys} for line in (step, expected))
             assert found == pytest.approx(kept, **tolerance), f"step {number}"
-    # A random number may fall just beside the edge between two tokens: once in many runs, not five times in one.
-    assert len(others) < 5, f"(step, sample) that were drawn differently: {others}"
+    # A random number may fall just beside the edge between two tokens: once in many runs, not four times in one.
+    assert len(others) < 4, f"(step, sample) that were drawn differently: {others}"
 
 
 def test_a_small_run_logs_what_it_always_logged_where_it_was_recorded(tmp_path, one_thread):

@@ -43,8 +43,8 @@ class PoolRewardWorker(Worker):
 
     @classmethod
     def num_processes(cls, world_size: int) -> int:
-        """Processes of one worker: its share of this machine's cores."""
-        return max(1, min(_MAX_PROCESSES, os.cpu_count() or 1) // world_size)
+        """Processes of one worker: its share of the processors that there are for this process."""
+        return max(1, min(_MAX_PROCESSES, given_processors()) // world_size)
 
     @classmethod
     def check(cls, reward_config: Any) -> None:
