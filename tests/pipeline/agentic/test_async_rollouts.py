@@ -1,10 +1,10 @@
 """Episodes in a thread, against a policy that takes its time and can be interrupted."""
 
 import threading
-import time
 
 import pytest
 from agentic_setup import env_config, scheduler_of, tiny_pipeline_config
+from process_checks import eventually
 
 from roll.engines.request import GenerationOutput
 from roll.exceptions import ConfigError
@@ -62,16 +62,14 @@ def test_steps_come_in_order_and_not_too_far_ahead():
             with rollouts.paused(step):
                 assert not policy.busy
                 policy.version = step
-                time.sleep(0.02)
-                assert not policy.busy
             rollout = rollouts.take(step)
             assert rollout.metrics["rollout/staleness/max"] <= 2
             assert all(set(turn.response_ids) == set(TOKENIZER("a")["input_ids"]) for item in rollout.trajectories
                        for turn in item.turns)  # fmt: skip
             assert all(len(turn.response_ids) == 3 for item in rollout.trajectories for turn in item.turns)
             groups += [item.traj_group_id for item in rollout.trajectories]
-        time.sleep(0.5)
-        assert set(rollouts._ready) <= {3}  # step 2 is trained now, and the ratio is 1
+        assert eventually(lambda: 3 in rollouts._ready)
+        assert set(rollouts._ready) == {3}  # step 2 is trained now, and the ratio is 1
         rollouts.close()
     assert len(groups) == 12 and len(set(groups)) == 6
     assert not [thread for thread in threading.enumerate() if thread.name == "roll-agentic-rollouts"]
@@ -108,8 +106,7 @@ def test_closing_while_the_policy_answers():
         rollouts = started(scheduler)
         with rollouts.paused(0):
             pass
-        while not policy.busy:
-            time.sleep(0.005)
+        assert eventually(lambda: policy.busy)
         rollouts.close()
         rollouts.close()
 

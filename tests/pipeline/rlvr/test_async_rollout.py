@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from process_checks import eventually
 from rlvr_setup import make_values
 from tiny_models import tiny_tokenizer
 
@@ -22,14 +23,18 @@ GROUPS, SAMPLES = 4, 2
 
 
 class SlowEngine:
-    """Answers with one token a tick for all requests, until told to stop. Weights are a version number."""
+    """Answers with one token a tick for all requests, until told to stop. Weights are a version number.
+
+    `holds_at`: the first call waits after so many tokens until it is aborted.
+    """
 
     backend_name = "ray"
 
-    rpc_timeout = 20.0
+    rpc_timeout = 200.0
 
-    def __init__(self, tick: float = 0.002) -> None:
-        self.tick = tick
+    def __init__(self, holds_at: int = 0) -> None:
+        self.holds_at = holds_at
+        self.holds = threading.Event()
         self.version = 0
         self.calls: list[list[str]] = []
         self._aborted = threading.Event()
@@ -40,10 +45,13 @@ class SlowEngine:
         rows = [(request, i, []) for request in requests for i in range(request.num_samples)]
         is_done = lambda request, new: len(request.prefix_ids) + len(new) == LENGTH  # noqa: E731
         while not self._aborted.is_set() and not all(is_done(request, new) for request, _, new in rows):
-            time.sleep(self.tick)
+            time.sleep(0.002)
             for request, _, new in rows:
                 if not is_done(request, new):
                     new.append(10 + len(request.prefix_ids) + len(new))
+            if len(self.calls) == 1 and len(rows[0][2]) == self.holds_at:
+                self.holds.set()
+                self._aborted.wait()
         outputs = []
         for request, i, new in rows:
             reason = "stop" if is_done(request, new) else "abort"
@@ -82,29 +90,30 @@ def engine() -> SlowEngine:
     return SlowEngine()
 
 
-def steps(
-    collector: AsyncRolloutCollector, engine: SlowEngine, num: int, train: float = 0.0, first: int = 0
-) -> Iterator:
-    """The loop of the pipeline: pause, new weights, resume, collect, train."""
+def steps(collector: AsyncRolloutCollector, engine: SlowEngine, num: int, first: int = 0, ahead: int = 0) -> Iterator:
+    """The loop of the pipeline: pause, new weights, resume, collect, train until so many groups are ready."""
     for step in range(first, first + num):
         with collector.paused(step):
             engine.version = step
         rollout = collector.collect(step)
-        time.sleep(train)
+        assert eventually(lambda: num_ready(collector) >= ahead)
         yield step, rollout
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """For another thread to get there, however busy the machine is."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 20 s"
-        time.sleep(0.001)
+def num_ready(collector: AsyncRolloutCollector) -> int:
+    return sum(map(len, collector._ready.values()))
+
+
+def num_started(collector: AsyncRolloutCollector) -> int:
+    """Prompts that were started, once all that may be were."""
+    with collector._changed:
+        collector._has_work()
+        return collector._next_number
 
 
 def test_training_overlaps_generation_and_staleness_is_bounded(tmp_path, engine):
     collector = make(tmp_path, engine)
-    for step, rollout in steps(collector, engine, 6, train=0.03):
+    for step, rollout in steps(collector, engine, 6, ahead=GROUPS):
         assert [len(group.samples) for group in rollout.groups] == [SAMPLES] * GROUPS
         assert rollout.metrics["rollout/staleness/max"] <= 1
         for group in rollout.groups:
@@ -120,12 +129,11 @@ def test_training_overlaps_generation_and_staleness_is_bounded(tmp_path, engine)
 
 
 def test_a_weight_update_interrupts_samples_that_go_on_with_the_new_weights(tmp_path):
-    engine = SlowEngine(tick=0.02)
+    engine = SlowEngine(holds_at=2)
     collector = make(tmp_path, engine)
     with collector.paused(0):
         pass
-    wait_until(lambda: bool(engine.calls))
-    time.sleep(2.5 * engine.tick)  # some tokens of version 0
+    engine.holds.wait()  # two tokens of version 0
     with collector.paused(1):
         assert not collector._gate.is_busy
         engine.version = 1
@@ -143,18 +151,13 @@ def test_no_more_prompts_are_started_than_the_ratio_allows(tmp_path, engine):
     collector = make(tmp_path, engine, ratio=2)
     with collector.paused(0):
         pass
-    wait_until(lambda: collector._next_number >= GROUPS * 3)
-    time.sleep(0.1)
-    assert collector._next_number == GROUPS * 3, "the batch of this step, and two ahead"
+    assert num_started(collector) == GROUPS * 3, "the batch of this step, and two ahead"
     collector.collect(0)
-    time.sleep(0.1)
-    assert collector._next_number == GROUPS * 3, "until the next step begins"
+    assert num_started(collector) == GROUPS * 3, "until the next step begins"
     with collector.paused(1):
         pass
     collector.collect(1)
-    wait_until(lambda: collector._next_number >= GROUPS * 4)
-    time.sleep(0.1)
-    assert collector._next_number == GROUPS * 4
+    assert num_started(collector) == GROUPS * 4
     collector.close()
 
 
@@ -162,7 +165,7 @@ def test_samples_that_got_too_old_are_dropped_and_replaced(tmp_path, engine):
     collector = make(tmp_path, engine)
     with collector.paused(0):
         engine.version = 0
-    wait_until(lambda: sum(map(len, collector._ready.values())) == 2 * GROUPS)  # of version 0
+    assert eventually(lambda: num_ready(collector) == 2 * GROUPS)  # of version 0
     with collector.paused(5):  # a run that jumps: weights are five steps further
         engine.version = 5
     rollout = collector.collect(5)
@@ -191,7 +194,7 @@ def test_a_reward_that_drops_everything_does_not_wait_for_ever(tmp_path, engine)
 def test_prompts_that_were_started_are_answered_after_a_resume(tmp_path, engine):
     collector = make(tmp_path, engine)
     seen = [group.prompt.index for _, rollout in steps(collector, engine, 2) for group in rollout.groups]
-    wait_until(lambda: len(collector.state_dict()["jobs"]) >= GROUPS)  # ahead for the next step
+    assert eventually(lambda: len(collector.state_dict()["jobs"]) >= GROUPS)  # ahead for the next step
     with collector.paused(2):
         state = collector.state_dict()
     collector.close()

@@ -30,8 +30,6 @@ from rlvr_setup import make_config, make_inputs, metrics_of  # noqa: E402
 from roll.pipeline.registry import load_config, pipeline_class  # noqa: E402
 from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline  # noqa: E402
 
-pytestmark = pytest.mark.portable
-
 EXAMPLES = TESTS.parent / "examples" / "rlvr"
 SMALL = TESTS / "golden" / "rlvr_small.jsonl"
 EXAMPLE = TESTS / "golden" / "reverse_grpo.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.columns import column
+from roll.utils.processors import given_processors
 from roll.utils.scoring.pool import ScorePool, check_reward_fn
 from roll.utils.scoring.score import Score
 
