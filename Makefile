@@ -12,7 +12,7 @@ DOCS := $(VENV)/.docs-$(PINS)
 BENCH := $(VENV)/.bench-$(PINS)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: help install install-dev demo test test-unit test-ray test-slow test-gpu test-deepspeed test-vllm test-browser docs lint format bench clean
+.PHONY: help install install-dev demo test test-unit test-ray test-slow test-portable test-gpu test-deepspeed test-vllm test-browser docs lint format bench clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,14 @@ test-ray: $(DEV)  ## the same clusters on a real Ray
 
 test-slow: $(DEV)  ## the long grids
 	$(BIN)/python -m pytest -m 'slow and not deepspeed and not vllm'
+
+# Last bits of sums differ between processors. These settings give torch and MKL the code of others; where a setting
+# does not name the number of threads it is one, because two test processes share the machine.
+test-portable: $(DEV)  ## what is sensitive to arithmetic, under the arithmetic of other processors
+	@set -e; for setting in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OMP_NUM_THREADS=2; do \
+		echo "== $$setting"; \
+		env OMP_NUM_THREADS=1 $$setting $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'portable and not ray and not slow and not deepspeed and not gpu and not vllm and not browser'; \
+	done
 
 test-gpu: $(DEV)  ## on one NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu

@@ -69,7 +69,9 @@ def train(
     from transformers.utils.logging import disable_progress_bar
 
     from roll.pipeline.registry import pipeline_class
+    from roll.utils.processors import given_processors, limit_threads
 
+    limit_threads(given_processors())  # torch knows nothing of quotas
     disable_progress_bar()  # a bar for every file that is read or written would tear ours apart
     try:
         with pipeline_class(loaded.config)(loaded.config, progress=False if quiet else None) as pipeline:

@@ -114,6 +114,19 @@ class SlowEnv(GoodEnv):
         return super().step(action)
 
 
+class GatedEnv(GoodEnv):
+    """Answers when a file is there."""
+
+    def __init__(self, gate: str, **config: object) -> None:
+        super().__init__(**config)
+        self.gate = gate
+
+    def step(self, action):
+        while not os.path.exists(self.gate):
+            time.sleep(0.01)
+        return super().step(action)
+
+
 class LongEnv(GoodEnv):
     def reset(self, seed=None):
         return "x" * 500, {}

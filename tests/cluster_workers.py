@@ -14,6 +14,11 @@ from roll.distributed.scheduler.decorator import Dispatch, Execute, register
 from roll.distributed.scheduler.protocol import DataProto
 
 
+def wait_for_file(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
 class UnpicklableError(Exception):
     """Holds something that pickle refuses."""
 
@@ -93,10 +98,11 @@ class EchoWorker(Worker):
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fail_on(self, rank: int, slow: float = 0.0) -> str:
+    def fail_on(self, rank: int, others_wait_for: str = "/") -> str:
+        """The others answer when that file is there."""
         if self.rank == rank:
             self._deeper(rank)
-        time.sleep(slow)
+        wait_for_file(others_wait_for)
         return "fine"
 
     def _deeper(self, rank: int) -> None:
@@ -112,9 +118,9 @@ class EchoWorker(Worker):
         time.sleep(seconds)
         return self.rank
 
-    def sleep_unless(self, rank: int, seconds: float) -> int:
+    def wait_unless(self, rank: int, path: str) -> int:
         if self.rank != rank:
-            time.sleep(seconds)
+            wait_for_file(path)
         return self.rank
 
     def pid(self) -> int:
@@ -205,15 +211,17 @@ class GroupWorker(Worker):
         return value.item()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def all_reduce_except(self, rank: int) -> float:
-        """The others wait in the collective for one that sleeps."""
+    def all_reduce_except(self, rank: int, mark: str | None = None) -> float:
+        """The others wait in the collective for one that leaves a mark and sleeps."""
         if self.rank == rank:
-            time.sleep(600)
+            if mark is not None:
+                open(mark, "w").close()
+            time.sleep(3600)
         return self.all_reduce()
 
     def leave(self, rank: int, how: str) -> None:
         if self.rank != rank:
-            time.sleep(600)
+            time.sleep(3600)
         if how == "os._exit":
             os._exit(7)
         if how == "sys.exit":

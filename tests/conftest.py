@@ -7,7 +7,39 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+# Where numbers of models and samples are compared: `make test-portable` runs these under several arithmetics.
+PORTABLE = (
+    "algorithms",
+    "distributed/strategy",
+    "engines",
+    "models",
+    "ops",
+    "pipeline/agentic/test_agentic_actor_worker.py",
+    "pipeline/agentic/test_agentic_pipeline.py",
+    "pipeline/dpo",
+    "pipeline/rlvr/test_golden.py",
+    "pipeline/rlvr/test_on_policy.py",
+    "pipeline/rlvr/test_rlvr_actor_worker.py",
+    "pipeline/rlvr/test_rlvr_pipeline.py",
+    "pipeline/sft",
+    "pipeline/test_checkpoints.py",
+    "pipeline/test_infer_worker.py",
+    "pipeline/test_model_workers.py",
+    "test_vectors.py",
+    "utils/test_functionals.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    paths = [HERE / name for name in PORTABLE]
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: PORTABLE names what is not there: {', '.join(missing)}")
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in paths):
+            item.add_marker(pytest.mark.portable)
 
 
 @pytest.fixture

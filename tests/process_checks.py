@@ -31,7 +31,8 @@ def marked(marker: str) -> list[int]:
     return found
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+    """Whether it comes to that, in a time that suffices however busy the machine is."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

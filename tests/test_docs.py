@@ -52,7 +52,7 @@ WITH_CODE = [page for page in PAGES if python_blocks(page)]
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
     script.write_text("\n\n".join(python_blocks(page)))
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
 
 

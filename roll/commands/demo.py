@@ -24,6 +24,7 @@ from rich.text import Text
 from roll.commands.new_project import new_project
 from roll.exceptions import RollError
 from roll.pipeline.registry import load_config, pipeline_class
+from roll.utils.processors import free_threads, limit_threads
 from roll.utils.run_folder import METRICS_FILE
 from roll.utils.tracking import read_metrics
 
@@ -106,6 +107,9 @@ def run_demo(folder: Path, *, everything: bool = False, console: Console | None 
     folder = _unused(folder)
     console.print("\n[bold]A model learns to write digits backwards[/]: 12345< becomes 54321.")
     console.print(f"A tokenizer of 14 tokens and a Qwen2 of 134,000 random parameters are made in {folder}.")
+    threads = free_threads()
+    limit_threads(threads.count)
+    console.print(f"It uses {threads}.")
     outcomes = _run_project(new_project(folder / "digits"), GRPO, console)
     if everything:
         console.print("\n[bold]A model learns to act over several turns[/]")
@@ -193,7 +197,10 @@ def _in_examples(text: str) -> str:
 def _run_example(command: tuple[str, ...]) -> None:
     script, *arguments = command
     words = [sys.executable, str(examples_folder() / script), *map(_in_examples, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    import torch
+
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise RollError(f"{script} failed:\n{done.stderr.strip()}")
 

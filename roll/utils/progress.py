@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 # Seconds between two plain lines: a log file should tell how the run goes, not repeat metrics.jsonl.
 _LINE_INTERVAL = 1.0
-_SMOOTHING = 0.1
+# The time that is left follows from so many steps. One that took more than so many times the middle one, because the
+# machine was busy, counts as that: longer than a validation takes, shorter than what a stall does to an average.
+_RECENT = 20
+_LONGEST = 5
 
 
 class StepProgress:
@@ -29,17 +34,13 @@ class StepProgress:
         self._total, self._done = total, done
         self._metrics = metrics
         self._values: dict[str, float] = {}
-        self._seconds: float | None = None
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._is_first = True
         self._last_step = time.monotonic()
         self._last_line = 0.0
         self._bar: Progress | None = None
         if show or (show is None and self._console.is_terminal):
-            columns = (
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            )
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=total, completed=done)
 
@@ -56,19 +57,27 @@ class StepProgress:
     def update(self, done: int, metrics: Mapping[str, float]) -> None:
         """`done` steps are done, the last of them with these metrics (names without reducer tags)."""
         now = time.monotonic()
-        seconds = (now - self._last_step) / max(done - self._done, 1)
-        self._seconds = seconds if self._seconds is None else self._seconds + _SMOOTHING * (seconds - self._seconds)
+        if not self._is_first:  # the first step warms up, and says nothing about the others
+            self._recent.append((now - self._last_step) / max(done - self._done, 1))
+        self._is_first = False
         self._last_step, self._done = now, done
         self._values |= {label: metrics[name] for label, name in self._metrics.items() if name in metrics}
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=self.text())
+            self._bar.update(self._task, completed=done, description=self.text() + self.left())
         elif now - self._last_line >= _LINE_INTERVAL or done == self._total:
             self._last_line = now
-            left = timedelta(seconds=round(self._seconds * (self._total - done)))
-            self.say(f"step {done}/{self._total}  {self.text()}  left {left}")
+            self.say(f"step {done}/{self._total}  {self.text()}{self.left()}")
 
     def text(self) -> str:
         return "  ".join(f"{label} {number(value)}" for label, value in self._values.items())
+
+    def left(self) -> str:
+        """`  left 0:01:30`, from the recent steps; nothing as long as only the first is done."""
+        if not self._recent and self._done < self._total:
+            return ""
+        longest = _LONGEST * statistics.median(self._recent or [0.0])
+        seconds = statistics.fmean(min(step, longest) for step in self._recent or [0.0])
+        return f"  left {timedelta(seconds=round(seconds * (self._total - self._done)))}"
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""

@@ -3,10 +3,12 @@
 import io
 
 import pytest
+import torch
 from metric_names import undocumented
 from rich.console import Console
 
 from roll.commands import demo
+from roll.utils.processors import Threads
 from roll.utils.run_folder import METRICS_FILE
 from roll.utils.tracking import read_metrics
 
@@ -22,6 +24,26 @@ def test_the_examples_that_it_runs_exist():
     for stage in (*demo.AGENTIC, *demo.DPO):
         assert (demo.examples_folder() / stage.prepare[0]).is_file()
         assert demo._in_examples(stage.config).endswith(".yaml")
+
+
+def test_it_uses_the_processors_that_are_free_and_says_so(tmp_path, monkeypatch):
+    class EnoughError(Exception): ...
+
+    def look(*_):
+        seen.append(torch.get_num_threads())
+        raise EnoughError
+
+    output, seen, before = io.StringIO(), [], torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(demo, "free_threads", lambda: Threads(1, 2, "the others are busy"))
+    monkeypatch.setattr(demo, "_run_project", look)
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(EnoughError):
+            demo.run_demo(tmp_path / "demo", console=Console(file=output, width=120))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1] and "It uses 1 of 2 processors: the others are busy.\n" in output.getvalue()
 
 
 @pytest.mark.slow

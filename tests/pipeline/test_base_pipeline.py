@@ -190,7 +190,7 @@ def interrupted(tmp_path, *, name="SIGINT", twice=False) -> subprocess.Completed
     here = Path(__file__).parent
     code = SCRIPT.format(tests=str(here.parent), here=str(here), out=str(tmp_path), name=name, twice=twice)
     environment = {**os.environ, "NO_COLOR": "1"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ class Engine:
 
     def generate_requests(self, requests):
         self.began.set()
-        assert self.aborted.wait(10)
+        assert self.aborted.wait(200)
         return requests
 
     def abort_requests(self):
@@ -41,11 +41,11 @@ def test_a_pause_aborts_what_runs_and_holds_back_what_comes():
             outputs.append(gate.generate_requests([number]))
 
     thread = in_thread(generate)
-    assert engine.began.wait(10)
+    assert engine.began.wait(200)
     with gate.paused():
         assert not gate.is_busy and not gate.is_open and engine.num_aborts == 2
         assert outputs in ([], [[0]])  # the thread may not have got that far
-    thread.join(10)
+    thread.join(200)
     assert outputs == [[0], [1]] and gate.is_open and not gate.is_busy
 
 
@@ -53,9 +53,9 @@ def test_after_close_nothing_is_generated():
     engine = Engine()
     gate = EngineGate(engine)
     thread = in_thread(lambda: gate.generate_requests([]))
-    assert engine.began.wait(10)
+    assert engine.began.wait(200)
     gate.close()
-    thread.join(10)
+    thread.join(200)
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         gate.generate_requests([])
@@ -73,5 +73,5 @@ def test_close_ends_a_call_that_waits_at_the_gate():
     with gate.paused():
         thread = in_thread(generate)
         gate.close()
-        thread.join(10)
+        thread.join(200)
     assert len(errors) == 1

@@ -1,6 +1,6 @@
 """The worker that generates: requests split over workers, rows with log-probabilities, weights and their version."""
 
-import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -169,10 +169,11 @@ def test_two_workers_on_ray_answer_as_one_does_and_can_be_aborted(folder):
             ],
             blocking=False,
         )
-        for _ in range(25):  # the first may come before the requests do, and they take a second or so
-            cluster.abort_requests()
-            time.sleep(0.02)
-        shares = cluster.gather(running, "generate_requests")
+        with ThreadPoolExecutor(1) as thread:
+            gathered = thread.submit(cluster.gather, running, "generate_requests")
+            while not wait([gathered], 0.02).done:  # the first may come before the requests do
+                cluster.abort_requests()
+        shares = gathered.result()
         reasons = [output.finish_reason for share in shares for output in share]
         assert len(reasons) == 1024
         assert "abort" in reasons

@@ -23,10 +23,35 @@ def test_lines_elsewhere_first_last_and_no_more_than_one_a_second(capsys, monkey
             shown.update(done, {"actor/loss": 1 / done} | ({"actor/acc": 0.5} if done == 1 else {}))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "step 1/4  loss 1  acc 0.5  left 0:00:06",
-        "step 3/4  loss 0.3333  acc 0.5  left 0:00:02",
+        "step 1/4  loss 1  acc 0.5",
+        "step 3/4  loss 0.3333  acc 0.5  left 0:00:01",
         "step 4/4  loss 0.25  acc 0.5  left 0:00:00",
     ]
+
+
+def time_left(seconds, total=1000, monkeypatch=None):
+    """What is said to be left after steps that took these times."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with StepProgress(total, 0, {}, show=False) as shown:
+        for done, duration in enumerate(seconds, start=1):
+            clock[0] += duration
+            shown.update(done, {})
+        return shown.left()
+
+
+def test_the_time_that_is_left_does_not_follow_from_the_first_step(monkeypatch):
+    assert time_left([300.0], monkeypatch=monkeypatch) == ""
+    assert time_left([300.0, 1.0, 1.0], total=103, monkeypatch=monkeypatch) == "  left 0:01:40"
+    assert time_left([300.0], total=1, monkeypatch=monkeypatch) == "  left 0:00:00"
+
+
+def test_a_stall_counts_little_and_a_validation_in_full(monkeypatch):
+    validated = [9.0, *([1.0, 1.0, 1.0, 5.0] * 5)]
+    assert time_left(validated, total=121, monkeypatch=monkeypatch) == "  left 0:03:20"
+    stalled = [9.0, *([1.0] * 19), 600.0]
+    assert time_left(stalled, total=121, monkeypatch=monkeypatch) == "  left 0:02:00"
+    assert time_left([*stalled, *([1.0] * 20)], total=141, monkeypatch=monkeypatch) == "  left 0:01:40"
 
 
 def test_nothing_when_nothing_is_wanted(capsys):

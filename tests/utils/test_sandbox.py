@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 def run(request):
     def runner(code: str, **limits):
         before = set(children())  # torch, for one, keeps processes for compiling
-        result = run_python(code, namespaces=request.param, **{"wall_s": 3.0, "cpu_s": 2.0, **limits})
+        result = run_python(code, namespaces=request.param, **{"wall_s": 200.0, "cpu_s": 60.0, **limits})
         assert eventually(lambda: set(children()) <= before)
         return result
 
@@ -82,12 +81,11 @@ IGNORE_SIGNAL = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\n
 def test_time_is_limited(run):
     for code, limits, reason in [
         ("import time; time.sleep(60)", {"wall_s": 0.3}, "timeout"),
-        ("while True: pass", {"cpu_s": 1.0, "wall_s": 20.0}, "cpu time"),
-        *([(IGNORE_SIGNAL, {"cpu_s": 1.0, "wall_s": 20.0}, "cpu time")] if run.has_namespaces else []),
+        ("while True: pass", {"cpu_s": 1.0}, "cpu time"),
+        *([(IGNORE_SIGNAL, {"cpu_s": 1.0}, "cpu time")] if run.has_namespaces else []),
     ]:
         result = run(code, **limits)
         assert (result.reason, result.timed_out, result.exit_code) == (reason, True, None)
-        assert result.seconds < 15
 
 
 def test_memory_is_limited(run):
@@ -119,7 +117,6 @@ def test_files_are_limited(run):
 def test_output_is_limited(run):
     result = run("while True: print('x' * 10000)", max_output=50_000)
     assert result.reason == "output" and len(result.stdout) == 50_000
-    assert result.seconds < 3
 
 
 def test_processes_are_limited(run):
@@ -127,7 +124,7 @@ def test_processes_are_limited(run):
     code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)\n    time.sleep(0.01)"
     for program in (code, "import os\nwhile True: os.fork()"):
         # Where the kernel counts for us, fork itself fails; root is not counted, and the run is ended.
-        assert run(program, max_processes=10).reason in ("processes", "exit code 1")
+        assert run(program, max_processes=10, wall_s=20.0).reason in ("processes", "exit code 1")
 
 
 DAEMON = """
@@ -156,7 +153,7 @@ def test_everything_dies_with_the_caller(run):
     )
     process = subprocess.Popen([sys.executable, "-c", caller])
     try:
-        assert eventually(lambda: bool(marked(marker)), 10)
+        assert eventually(lambda: bool(marked(marker)))
     finally:
         process.kill()
         process.wait()
@@ -173,7 +170,7 @@ def test_the_network_is_out_of_reach(run):
         assert result.reason == "exit code 1" and "Error" in result.stderr
         assert not accepted
         socket.create_connection(("127.0.0.1", port)).close()
-        thread.join(2)
+        thread.join(200)
         assert accepted, "the server can be reached from here"
 
 
@@ -190,16 +187,17 @@ def test_secrets_of_the_caller_cannot_be_read_where_there_are_namespaces(run, mo
 
 
 def test_other_processes_cannot_be_killed(run):
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert victim.stdin is not None and victim.stdout is not None
     try:
         run_code = f"import os\nfor pid in ({victim.pid}, {os.getpid()}, os.getppid()):\n    os.kill(pid, 9)"
         result = run_python(run_code, namespaces=run.has_namespaces)
-        time.sleep(0.05)
-        assert victim.poll() is None
+        victim.stdin.write("alive\n")
+        assert victim.stdout.readline() == "alive\n"
         assert result.reason in ("exit code 1", None)  # process 1 of a namespace ignores the signal
     finally:
         victim.kill()
-        victim.wait()
+        victim.communicate()
 
 
 def test_nothing_outside_is_written_where_there_are_namespaces(run, tmp_path):

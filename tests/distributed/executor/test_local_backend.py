@@ -107,7 +107,7 @@ def test_shutdown_ends_calls_that_nobody_waits_for() -> None:
     (waiting,) = cluster.wait_to_be_let_through(blocking=False)
     cluster.shutdown()
     with pytest.raises(WorkerError, match="CancelledError"):
-        waiting.result(timeout=5)
+        waiting.result(timeout=200)
 
 
 def test_an_async_method_that_exits_does_not_hang_the_caller() -> None:

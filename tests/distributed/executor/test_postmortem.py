@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -108,7 +107,8 @@ if os.fork() == 0:
     os._exit(0)  # a child that leaves this way is no news
 os.wait()
 def work_in_vain():
-    time.sleep(60)
+    print("at work", flush=True)
+    time.sleep(600)
 code = compile("def call(): work_in_vain()", "/site/roll/distributed/executor/ray_backend.py", "exec")
 exec(code, globals())
 call() if sys.argv[1] == "hang" else os._exit(5)
@@ -129,11 +129,11 @@ def test_a_real_process(tmp_path: Path, what: str) -> None:
     about = ProcessRecord(process.pid, str(stderr_path), oom_kill_count())
     try:
         if what == "hang":
-            time.sleep(0.3)
+            assert process.stdout.readline() == "at work\n"
             assert [line.rsplit(" ", 1)[1] for line in stack_of(about).splitlines()] == ["work_in_vain"]
             assert process.poll() is None  # looking does not disturb it
             os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait()
         expected = "it exited with exit code 5" if what == "exit" else "it was killed with SIGKILL"
         assert explain_death(about, CONNECTION_LOST).startswith(expected)
         assert stderr_path.read_text().count("os._exit") == (1 if what == "exit" else 0)

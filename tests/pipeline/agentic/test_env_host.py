@@ -1,7 +1,5 @@
 """Environments in a process that can be killed: every way to fail is a reply, and nothing is left behind."""
 
-import time
-
 import bad_envs
 import pytest
 
@@ -11,7 +9,7 @@ from roll.pipeline.agentic.env_host import EnvHost, LocalEnvs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-TIMEOUT = 0.5
+TIMEOUT = 2.0  # as long as a test likes to wait; a busy machine does not hold up a call that does nothing so long
 
 
 def host(*names, timeout_s=TIMEOUT, **options):
@@ -37,7 +35,7 @@ def test_an_episode():
     ("name", "reason", "says"),
     [
         ("RaisingEnv", "exception", "the floor is lava"),
-        ("HangingEnv", "timeout", "no answer within 0.5 s"),
+        ("HangingEnv", "timeout", f"no answer within {TIMEOUT:.1f} s"),
         ("NaNEnv", "nan_reward", "nan"),
         ("NoneRewardEnv", "nan_reward", "None"),
         ("NoneStepEnv", "no_observation", "step() returned None"),
@@ -81,27 +79,30 @@ def test_the_last_observation_may_be_missing():
         assert reply.terminated and reply.reason is None and reply.observation == ""
 
 
-def test_slow_environments_are_not_waited_for():
-    with host("GoodEnv", "SlowEnv", timeout_s=10.0) as envs:
+def test_slow_environments_are_not_waited_for(tmp_path):
+    gate = tmp_path / "gate"
+    with host("GoodEnv", "GatedEnv", timeout_s=1000.0, config={"gate": str(gate)}) as envs:
         ask(envs, EnvCall(0, seed=1), EnvCall(1, seed=1))
         envs.submit([EnvCall(0, action="a"), EnvCall(1, action="a")])
-        assert [reply.env_id for reply in envs.collect(0.05)] in ([0], [])
-        rest = envs.collect(10.0)
-        assert rest[-1].env_id == 1 and rest[-1].reason is None
+        replies = []
+        while not replies:
+            replies = envs.collect(0.05)
+        assert [reply.env_id for reply in replies] == [0]
+        gate.touch()
+        assert [(reply.env_id, reply.reason) for reply in envs.collect(1000.0)] == [(1, None)]
 
 
 def test_closing_does_not_wait_for_a_hanging_environment():
-    envs = host("StubbornEnv", timeout_s=100.0)
-    ask(envs, EnvCall(0, seed=1))
-    envs.submit([EnvCall(0, action="a")])
-    envs.collect(0.2)
-    started = time.monotonic()
+    envs = host("GoodEnv", "StubbornEnv", timeout_s=1e6)
+    ask(envs, EnvCall(0, seed=1), EnvCall(1, seed=1))
+    envs.submit([EnvCall(0, action="a"), EnvCall(1, action="a")])
+    while not envs.collect(0.05):
+        pass  # until the first has answered, and the second is at work
     envs.close()
-    assert time.monotonic() - started < 5.0
 
 
 def test_what_environments_start_ends_with_them():
-    with host("LeavingThingsBehindEnv", timeout_s=10.0) as envs:
+    with host("LeavingThingsBehindEnv", timeout_s=1000.0) as envs:
         assert ask(envs, EnvCall(0, seed=1))[0].reason is None
 
 

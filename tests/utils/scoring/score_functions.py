@@ -102,7 +102,7 @@ BEHAVIOURS = {
     "kill parent": lambda: os.kill(os.getppid(), 9) or time.sleep(60),
     "close files": closes_files,
     "subprocess": lambda: float(subprocess.run(["echo", "0.5"], capture_output=True, text=True).stdout),
-    "nap": lambda: time.sleep(0.2) or 0.5,
+    "nap": lambda: time.sleep(0.7) or 0.5,
     "slow": lambda: time.sleep(0.3) or 0.5,
     "time bomb": leaves_a_time_bomb,
     "modules": lambda: float("torch" in sys.modules or "numpy" in sys.modules),
@@ -112,7 +112,16 @@ BEHAVIOURS = {
 }
 
 
+def meet(folder):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    while len(os.listdir(folder)) < 8:
+        time.sleep(0.01)
+    return 0.5
+
+
 def score(prompt, response, ground_truth, **row):
+    if prompt == "meet":
+        return meet(response)
     if prompt in BEHAVIOURS:
         return BEHAVIOURS[prompt]()
     return float(response == ground_truth)

@@ -19,12 +19,19 @@ BAD = {"prompt": "1+1", "response": "3", "ground_truth": "2"}
 
 
 def make_pool(name: str = "score", **options) -> ScorePool:
-    return ScorePool(f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 1.0, "memory_mb": 300, **options})
+    return ScorePool(f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 60.0, "memory_mb": 300, **options})
 
 
 @pytest.fixture(scope="module")
 def pool():
     with make_pool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def hasty_pool():
+    """Waits no longer than a test likes to, and still longer than a busy machine holds up a row that does nothing."""
+    with make_pool(timeout_s=2.0) as pool:
         yield pool
 
 
@@ -47,16 +54,12 @@ def outcome(pool: ScorePool, prompt: str):
     ("prompt", "reason"),
     [
         ("raise", "exception: ValueError: no such answer (score_functions.py:"),
-        ("loop", "timeout"),
-        ("deaf", "timeout"),
         ("nan", "nan"),
         ("inf", "nan"),
         ("text", "type: returned '0.5' (str); expected a number"),
         ("none", "none"),
         ("allocate", "memory"),
         ("eat", "memory"),
-        ("fork and hang", "timeout"),
-        ("daemon and hang", "timeout"),
         ("bomb", "killed: more than 64 processes"),
         ("exit", "killed: exit code 3"),
         ("sys.exit", "exception: SystemExit: 3"),
@@ -69,6 +72,12 @@ def outcome(pool: ScorePool, prompt: str):
 def test_a_sample_that_cannot_be_scored_is_dropped_with_its_reason(pool, prompt, reason):
     score = outcome(pool, prompt)
     assert score.value is None and score.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("prompt", ["loop", "deaf", "fork and hang", "daemon and hang"])
+def test_a_sample_that_takes_too_long_is_dropped(hasty_pool, prompt):
+    score = outcome(hasty_pool, prompt)
+    assert (score.value, score.reason) == (None, "timeout")
 
 
 @pytest.mark.parametrize(
@@ -90,13 +99,12 @@ def test_a_sample_that_can_be_scored_is(pool, prompt, value, parts):
 
 def test_what_a_sample_starts_ends_with_it(pool):
     assert outcome(pool, "daemon").value == 0.5
-    assert eventually(lambda: not marked("score-daemon"), 1.0)
+    assert eventually(lambda: not marked("score-daemon"))
 
 
 def test_a_fork_that_comes_back_with_an_answer_of_its_own_is_not_heard(pool):
     for _ in range(2):
         assert outcome(pool, "fork").value == 0.5
-        time.sleep(0.15)
         assert [score.value for score in pool.score([GOOD, BAD] * 4)] == [1.0, 0.0] * 4
 
 
@@ -111,18 +119,15 @@ def make_and_score(rows):
 
 
 def test_waiting_for_a_turn_does_not_count_as_time():
-    rows = [{**GOOD, "prompt": "nap"}] * 12  # handed out three at a time, which together take longer than one may
-    with make_pool(num_processes=1, timeout_s=0.5) as pool:
-        assert [score.value for score in pool.score(rows)] == [0.5] * 12
+    rows = [{**GOOD, "prompt": "nap"}] * 6  # handed out three at a time, which together take longer than one may
+    with make_pool(num_processes=1, timeout_s=2.0) as pool:
+        assert [score.value for score in pool.score(rows)] == [0.5] * 6
 
 
-def test_rows_are_scored_in_parallel():
-    rows = [{**GOOD, "prompt": "slow"}] * 8
+def test_rows_are_scored_in_parallel(tmp_path):
+    rows = [{**GOOD, "prompt": "meet", "response": str(tmp_path)}] * 8  # each waits until all eight are there
     with make_pool(num_processes=8) as pool:
-        pool.score([GOOD] * 8)
-        started = time.monotonic()
         assert [score.value for score in pool.score(rows)] == [0.5] * 8
-        assert time.monotonic() - started < 8 * 0.3 * 0.7
 
 
 def test_processes_are_kept_for_the_next_call(pool):
@@ -132,10 +137,10 @@ def test_processes_are_kept_for_the_next_call(pool):
 
 def test_many_rows_cost_little_each(pool):
     pool.score([GOOD])
-    started = time.monotonic()
+    started = time.process_time()  # of this process alone: others on the machine do not count
     scores = pool.score([GOOD, BAD] * 1000)
     assert [score.value for score in scores] == [1.0, 0.0] * 1000
-    assert (time.monotonic() - started) / 2000 < 1e-3
+    assert (time.process_time() - started) / 2000 < 1e-3
 
 
 def test_no_rows(pool):
@@ -151,7 +156,7 @@ def test_threads_take_turns(pool):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert all([score.value for score in results[index]] == [1.0, 0.0] * 20 for index in range(4))
 
 
@@ -289,8 +294,8 @@ def test_everything_ends_when_the_owner_is_killed(prompt):
         [sys.executable, "-c", OWNER.format(spec=f"{FILE}:score", prompt=prompt)], stdout=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdout.readline() == b"started\n"
-    time.sleep(0.4)
     assert eventually(lambda: len(children(process.pid)) >= 3)  # nursery, two workers
+    assert eventually(lambda: prompt == "loop" or bool(marked("score-daemon")))
     tree = [child.pid for child in children(process.pid)]
     process.kill()
     process.wait()
@@ -299,13 +304,13 @@ def test_everything_ends_when_the_owner_is_killed(prompt):
     assert eventually(lambda: not marked("score-daemon"))
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.5])
-def test_a_file_that_hangs_on_import_ends_with_its_owner(tmp_path, wait):
-    (tmp_path / "hangs.py").write_text("print('x')\nwhile True: pass\n")
+@pytest.mark.parametrize("when", ["started", "importing"])
+def test_a_file_that_hangs_on_import_ends_with_its_owner(tmp_path, when):
+    (tmp_path / "hangs.py").write_text(f"open({str(tmp_path / 'importing')!r}, 'w')\nwhile True: pass\n")
     program = f"from roll.utils.scoring.pool import check_reward_fn\ncheck_reward_fn('{tmp_path}/hangs.py:score')"
     process = subprocess.Popen([sys.executable, "-c", program])
     assert eventually(lambda: len(children(process.pid)) == 1)
-    time.sleep(wait)
+    assert eventually(lambda: when == "started" or (tmp_path / "importing").exists())
     nursery = children(process.pid)[0]
     process.kill()
     process.wait()

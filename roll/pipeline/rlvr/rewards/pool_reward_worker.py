@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import ConfigError
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.columns import column
+from roll.utils.processors import given_processors
 from roll.utils.scoring.pool import ScorePool, check_reward_fn
 from roll.utils.scoring.score import Score
 
@@ -45,8 +45,8 @@ class PoolRewardWorker(Worker):
 
     @classmethod
     def num_processes(cls, world_size: int) -> int:
-        """Processes of one worker: its share of this machine's cores."""
-        return max(1, min(_MAX_PROCESSES, os.cpu_count() or 1) // world_size)
+        """Processes of one worker: its share of the processors that there are for this process."""
+        return max(1, min(_MAX_PROCESSES, given_processors()) // world_size)
 
     @classmethod
     def check(cls, reward_config: Any) -> None:

@@ -107,7 +107,7 @@ class Endless(Counter):
 def check():
     def run(cls, **options):
         register("under_test", cls)
-        return check_env("under_test", seeds=range(5), **{"timeout_s": 0.2, "max_turns": 20, **options})
+        return check_env("under_test", seeds=range(5), **{"timeout_s": 60.0, "max_turns": 20, **options})
 
     return run
 

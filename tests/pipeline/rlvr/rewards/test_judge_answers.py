@@ -21,7 +21,7 @@ class Judge(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         if self.server.hangs:
-            threading.Event().wait(5)
+            self.server.closing.wait()
         question = body["messages"][0]["content"]
         verdict = self.server.says or ("Verdict: YES" if "Response:\nParis" in question else "Hm. Verdict: NO")
         answer = json.dumps({"choices": [{"message": {"content": verdict}}]}).encode()
@@ -38,10 +38,12 @@ def judge():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     server.daemon_threads = True
     server.requests, server.failures, server.hangs, server.says = [], 0, False, None
+    server.closing = threading.Event()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     yield server
+    server.closing.set()
     server.shutdown()
     server.server_close()
 
@@ -72,7 +74,7 @@ def test_a_short_outage_is_waited_out(judge):
 
 def test_an_outage_drops_samples_and_is_never_a_zero(judge):
     judge.failures = 100
-    options = {"url": judge.url, "timeout_s": 1}
+    options = {"url": judge.url, "timeout_s": 3}
     with ScorePool("roll.pipeline.rlvr.rewards.judge_answers:score", num_processes=4, options=options) as pool:
         down = pool.score([ROW] * 4)
         judge.failures = 0
