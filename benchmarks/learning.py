@@ -59,7 +59,6 @@ RECIPES = {
     "reverse_ppo": Recipe(greedy=0.9),
     "sort_grpo": Recipe(greedy=0.85),
     "add_grpo": Recipe(greedy=0.8),
-    "mixed_grpo": Recipe(greedy=0.8),
     "grpo_minimal": Recipe(greedy=0.9),
     "dpo_tiny": Recipe(greedy=0.95),
     "frozen_lake_gigpo": Recipe(greedy=1.0, sampled=0.9),
