@@ -1,7 +1,7 @@
 """Do the examples learn, on other seeds and with other arithmetic too? Each is run from nothing, as its own lines say.
 
     python benchmarks/learning.py all --seeds 0 1 2 3 4 5 6 7 8 9 --arithmetic rotate --jobs 2 --results FILE.json
-    python benchmarks/learning.py frozen_lake_gigpo tool_task [--seeds 0 1 2] [--arithmetic avx2] [--set KEY=VALUE ...]
+    python benchmarks/learning.py frozen_lake_gigpo sort_grpo [--seeds 0 1 2] [--arithmetic avx2] [--set KEY=VALUE ...]
     python benchmarks/learning.py reverse_grpo --shuffle        # the control: rewards dealt to the wrong samples
     python benchmarks/learning.py --readme                      # the table of results/learning.json into README.md
 
@@ -26,6 +26,7 @@ import json
 import os
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -48,7 +49,6 @@ class Recipe:
 
     greedy: float  # success of greedy answers in the last validation
     sampled: float = 0.0  # mean success of sampled answers in the last five training steps
-    warm_steps: int = 25  # supervised steps on random play before a game
 
     def learned(self, run: dict[str, list[float]]) -> bool:
         return run["greedy"][-1] >= self.greedy and statistics.mean(run["sampled"][-5:]) >= self.sampled
@@ -68,7 +68,6 @@ RECIPES = {
     "frozen_lake_random": Recipe(greedy=0.8),
     "guess_number": Recipe(greedy=0.8),
     "sokoban_gigpo": Recipe(greedy=0.8),
-    "tool_task": Recipe(greedy=0.9, warm_steps=100),
 }
 
 ARITHMETIC = {
@@ -141,7 +140,7 @@ def run_game(name: str, seed: int, folder: Path, more: list[str]) -> dict[str, l
     config = EXAMPLES / "agentic" / f"{name}.yaml"
     own = [f"seed={seed}", f"pretrain={folder}/model", f"output_dir={folder}", *more]
     warm_start = load(EXAMPLES / "agentic" / "warm_start.py")
-    warm_start.warm_start(str(config), own, RECIPES[name].warm_steps)
+    warm_start.warm_start(str(config), own, 25)
     lines = train(config, own)
     return {"greedy": values(lines, "val/success"), "sampled": values(lines, "env/success")}
 
@@ -192,7 +191,8 @@ def run_here(name: str, seed: int, folder: Path, shuffle: bool, more: list[str])
 def run_apart(name: str, seed: int, arithmetic: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run in a process of its own; `error` in place of its numbers if that fails."""
     folder = args.output / f"{name}{'-shuffled' if args.shuffle else ''}-{seed}-{arithmetic}"
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     command = [sys.executable, __file__, name, "--seeds", str(seed), "--here", "--output", str(folder)]
     command += ["--shuffle"] * args.shuffle + (["--set", *args.set] if args.set else [])
     quiet = {"ROLL_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
