@@ -11,8 +11,8 @@ Each task becomes OUTPUT/TASK_train.jsonl and OUTPUT/TASK_test.jsonl, one row a 
 
     {"prompt": "12345<", "ground_truth": "54321", "tag": "reverse"}
 
-`mixed_*.jsonl` has the rows of reverse and sort together. OUTPUT/model is a Qwen2 of 134,000 random parameters with a
-tokenizer for these characters. Everything depends on the seed alone.
+OUTPUT/model is a Qwen2 of 134,000 random parameters with a tokenizer for these characters. Everything depends on the
+seed alone.
 """
 
 import argparse
@@ -69,7 +69,6 @@ def make(folder: Path, seed: int = 0) -> Path:
     """Write data and model to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = {name: task(random.Random(f"{seed}-{name}")) for name, task in TASKS.items()}
-    tables["mixed"] = tuple(one + other for one, other in zip(tables["reverse"], tables["sort"], strict=True))
     for name, (train, test) in tables.items():
         for part, rows in (("train", train), ("test", test)):
             text = "".join(json.dumps(entry) + "\n" for entry in rows)
