@@ -182,9 +182,13 @@ class Fsdp2TrainOptions(Fsdp2Options, TrainOptions):
 class DeepSpeedInferOptions(InferOptions):
     """`strategy_config` of deepspeed_infer, beside DeepSpeed's own configuration."""
 
+    ignored_keys: ClassVar[frozenset[str]] = frozenset()  # `bf16` is a key of DeepSpeed too
+
 
 class DeepSpeedTrainOptions(TrainOptions):
     """`strategy_config` of deepspeed_train, beside DeepSpeed's own configuration."""
+
+    ignored_keys: ClassVar[frozenset[str]] = frozenset()  # `bf16` is a key of DeepSpeed too
 
 
 OPTIONS: Mapping[str, type[InferOptions]] = {

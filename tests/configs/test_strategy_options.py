@@ -104,6 +104,8 @@ actor_train:
       {fsdp_size: 4, wrap_policy: {wrap_embeddings: true}, tensor_model_parallel_size: 2, param_dtype: bf16}
 reference:
   strategy_args: {strategy_name: fsdp2_infer, strategy_config: {reduce_dtype: float32}}
+critic:
+  strategy_args: {strategy_name: deepspeed_train, strategy_config: {bf16: {enabled: auto}}}
 actor_infer:
   strategy_args: {strategy_name: vllm, strategy_config: {sleep_level: 2, max_model_len: 64}}
 """,
@@ -118,5 +120,6 @@ actor_infer:
         f"reference.{prefix}.reduce_dtype",
         f"actor_infer.{prefix}.sleep_level",
     )
+    assert loaded.config.critic.strategy_config == {"bf16": {"enabled": "auto"}}
     config = loaded.config.actor_train.strategy_config
     assert config == {"fsdp_size": 4, "wrap_policy": {"wrap_embeddings": True}, "param_dtype": "bf16"}
