@@ -251,17 +251,25 @@ def summary(name: str, runs: list[dict[str, Any]]) -> list[str]:
 HEADER = ["recipe", "asked for", "learned", "before", "greedy: worst, median", "sampled: worst, median", "seconds"]
 
 
+def recorded() -> list[dict[str, Any]]:
+    """The runs of the results file that are as `all --arithmetic rotate` makes them."""
+    runs = json.loads(RESULTS.read_text(encoding="utf-8"))
+    settings = list(ARITHMETIC)
+    plain = [run for run in runs if run["name"] in RECIPES and not run["shuffled"] and not run["set"]]
+    return [run for run in plain if run["arithmetic"] == settings[run["seed"] % len(settings)]]
+
+
+def table() -> str:
+    rows = [HEADER, ["---"] * len(HEADER)]
+    rows += [summary(name, own) for name in RECIPES if (own := [run for run in recorded() if run["name"] == name])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def write_readme() -> None:
     """Put the table of the results file between the marks of benchmarks/README.md."""
-    runs = [run for run in json.loads(RESULTS.read_text(encoding="utf-8")) if not run["shuffled"] and not run["set"]]
-    settings = list(ARITHMETIC)
-    rotated = [run for run in runs if run["arithmetic"] == settings[run["seed"] % len(settings)]]
-    rows = [HEADER, ["---"] * len(HEADER)]
-    rows += [summary(name, own) for name in RECIPES if (own := [run for run in rotated if run["name"] == name])]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    README.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+    README.write_text(f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{after}", encoding="utf-8")
 
 
 def main() -> None:

@@ -2,12 +2,13 @@
 arithmetic that leave it a margin, is in benchmarks/learning.py and in the table of benchmarks/README.md."""
 
 import importlib.util
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow, pytest.mark.timeout(1800)]
+GAMES = ["frozen_lake_gigpo", "frozen_lake_reinforce", "frozen_lake_segment", "guess_number"]
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +23,23 @@ def learning():
     del sys.modules[spec.name]
 
 
-@pytest.mark.parametrize(
-    "name", ["frozen_lake_gigpo", "frozen_lake_reinforce", "frozen_lake_segment", "guess_number"]
-)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", GAMES)
 def test_a_game_is_learned(learning, tmp_path, name):
     run = learning.run_game(name, 0, tmp_path, [])
     assert run["greedy"][0] <= 0.5 and run["sampled"][0] <= 0.5, "there is something to learn"
     assert learning.RECIPES[name].learned(run), run
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_what_is_asked_for_leaves_a_margin_on_ten_seeds(learning, name):
+    runs = [run for run in learning.recorded() if run["name"] == name and run["seed"] < 10]
+    assert sorted(run["seed"] for run in runs) == list(range(10))
+    asked, sampled = learning.RECIPES[name], [statistics.mean(run["sampled"][-5:]) for run in runs]
+    assert all(asked.learned(run) for run in runs) and min(sampled) >= asked.sampled + 0.05
+
+
+def test_the_readme_has_the_table_of_the_results_file(learning):
+    assert learning.table() in learning.README.read_text(encoding="utf-8")
