@@ -72,11 +72,10 @@ def dump_yaml(config: ConfigModel) -> str:
         raise ConfigError(f"the config holds a value that YAML cannot express: {error.args[-1]!r}") from None
 
 
-def refuse_unsupported(composition: Composition) -> None:
-    """Raise a ConfigError that names the parts of a ROLL file which this project does not have, if there are any."""
+def unsupported_error(composition: Composition) -> ConfigError | None:
+    """An error that names the parts of a ROLL file which this project does not have, if there are any."""
     unsupported = [Problem(key, reason) for key, reason in unsupported_parts(composition.values)]
-    if unsupported:
-        raise _error(composition, unsupported)
+    return _error(composition, unsupported) if unsupported else None
 
 
 def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn: bool = True) -> LoadedConfig:
@@ -109,7 +108,8 @@ def _error(composition: Composition, problems: list[Problem]) -> ConfigError:
 
 
 def _without_variables(composition: Composition, config_cls: type[BaseConfig]) -> dict[str, Any]:
-    known = config_cls.model_fields.keys() | config_cls.ignored_keys
+    # A key without effect may also be the name of one of the file's variables.
+    known = config_cls.model_fields.keys() | (config_cls.ignored_keys - composition.referenced)
     return {
         key: value
         for key, value in composition.values.items()

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.compose import compose
-from roll.configs.loader import LoadedConfig, build_config, refuse_unsupported
+from roll.configs.loader import LoadedConfig, build_config, unsupported_error
 from roll.configs.pipeline_config import BaseConfig
 from roll.configs.problems import did_you_mean, wrong
+from roll.configs.unsupported import FOREIGN_PIPELINES
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.dpo.dpo_config import DPOConfig
@@ -47,12 +48,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool =
         ConfigError: what is wrong with the file, one line per problem.
     """
     composition = compose(path, overrides)
-    refuse_unsupported(composition)
+    unsupported = unsupported_error(composition)
+    if unsupported and any(key in composition.values for key in FOREIGN_PIPELINES):
+        raise unsupported
     try:
         name = detect_pipeline(composition.values)
     except ConfigError as error:
-        raise ConfigError(f"{composition.path}: {error}") from None
-    return build_config(composition, CONFIG_CLASSES[name], warn=warn)
+        raise unsupported or ConfigError(f"{composition.path}: {error}") from None
+    try:
+        loaded = build_config(composition, CONFIG_CLASSES[name], warn=warn and not unsupported)
+    except ConfigError as error:
+        if unsupported is None:
+            raise
+        lines = [*str(unsupported).splitlines(), *str(error).splitlines()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+    if unsupported:
+        raise unsupported
+    return loaded
 
 
 def pipeline_class(config: BaseConfig) -> type[BasePipeline]:
@@ -79,6 +91,8 @@ def detect_pipeline(values: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: there is no sign of any pipeline, or of more than one.
     """
+    if not values:
+        raise ConfigError("the file is empty")
     named = values.get("pipeline")
     if named is not None:
         if not isinstance(named, str) or named not in CONFIG_CLASSES:

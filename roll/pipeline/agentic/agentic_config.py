@@ -26,6 +26,7 @@ from roll.configs.config_model import (
 )
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
+from roll.configs.unsupported import NOT_BUILT_YET, UNSUPPORTED_CLASSES, UNSUPPORTED_ENVIRONMENTS
 from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
 from roll.exceptions import ConfigError
 
@@ -98,13 +99,20 @@ class EnvTemplate(ConfigModel):
     """
 
     env_type: str | None = None
-    """Id of the environment (frozen_lake, sokoban, guess_number ...), its dotted path, or gymnasium:ID, gem:ID."""
+    """Id of the environment (frozen_lake, sokoban, guess_number ...), its dotted path, gymnasium:ID, or an id of GEM
+    (game:GuessTheNumber-v0, rg:letter_counting ...)."""
 
     env_config: dict[str, Any] = Field(default_factory=dict)
     """The environment's own options."""
 
     env_manager_cls: str = "roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
     """Dotted path of the class that makes prompts: of whole conversations, or (StepEnvManager) of every turn alone."""
+
+    agent_runner_cls: str | None = None
+    """Dotted path of a program that asks the policy by itself; not built yet, so that it has to be null."""
+
+    tool_wrapper: dict[str, Any] | None = None
+    """Tools that stand between the policy and the environment; not built yet, so that it has to be null."""
 
     max_steps: AtLeastOne = 100
     """Turns after which an episode ends."""
@@ -220,6 +228,8 @@ class EnvManagerConfig(WorkerConfig):
 
 class AgenticConfig(PPOConfig):
     """Environments, how trajectories are scored, and what of them is trained on."""
+
+    ignored_keys: ClassVar[frozenset[str]] = PPOConfig.ignored_keys | {"default_history_length"}
 
     pipeline: Literal["agentic"] = "agentic"
     """Which pipeline this config is for."""
@@ -369,13 +379,32 @@ class AgenticConfig(PPOConfig):
         """The entry of `custom_envs` for a tag, checked."""
         return EnvTemplate(**self.custom_envs[tag])
 
+    def tags_in_use(self) -> list[str]:
+        """The entries of `custom_envs` that the run plays: others may be there, and are not judged."""
+        managers = [self.train_env_manager, *([self.val_env_manager] if self.eval_steps > 0 else [])]
+        return list(dict.fromkeys(tag for manager in managers for tag in manager.tags if tag in self.custom_envs))
+
     def _template_problems(self) -> list[Problem]:
         problems = []
+        in_use = self.tags_in_use()
         for tag in self.custom_envs:
             try:
-                self.env_template(tag)
+                template = self.env_template(tag)
             except ConfigError as error:
                 problems.append(Problem(f"custom_envs.{tag}", str(error)))
+                continue
+            if tag not in in_use:
+                continue
+            found = {"tool_wrapper": template.tool_wrapper, "agent_runner_cls": template.agent_runner_cls}
+            for name in [name for name, value in found.items() if value is not None]:
+                problems.append(Problem(f"custom_envs.{tag}.{name}", f"not built yet: {NOT_BUILT_YET[name]}"))
+            manager, env_type = template.env_manager_cls, str(template.env_type)
+            if manager in UNSUPPORTED_CLASSES:
+                why = f"not supported: {UNSUPPORTED_CLASSES[manager]}"
+                problems.append(Problem(f"custom_envs.{tag}.env_manager_cls", why))
+            if env_type in UNSUPPORTED_ENVIRONMENTS:
+                why = f'the environment "{env_type}" is not built yet: {UNSUPPORTED_ENVIRONMENTS[env_type]}'
+                problems.append(Problem(f"custom_envs.{tag}.env_type", why))
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:
