@@ -163,6 +163,12 @@ class GemQaEnv(GemEnv):
     def __init__(self, **config: Any) -> None:
         self._wrap(_library("gem.envs.qa_env", GEM_INSTALL).QaEnv(**config))
 
+    def reset(self, seed: int | None = None) -> Reset:
+        # Given a seed, GEM may draw a row behind the last one; without it, it goes on with the row `idx`.
+        if seed is not None:
+            self._env.idx = random.Random(seed).randrange(len(self._env.dataset))
+        return super().reset(None)
+
 
 class GemCodeEnv(GemEnv):
     """ROLL's `roll_code`: GEM's programming tasks with tests to be passed, from a dataset of one's own."""
