@@ -72,10 +72,11 @@ def dump_yaml(config: ConfigModel) -> str:
         raise ConfigError(f"the config holds a value that YAML cannot express: {error.args[-1]!r}") from None
 
 
-def unsupported_error(composition: Composition) -> ConfigError | None:
-    """An error that names the parts of a ROLL file which this project does not have, if there are any."""
+def refuse_unsupported(composition: Composition) -> None:
+    """Raise a ConfigError that names the parts of a ROLL file which this project does not have, if there are any."""
     unsupported = [Problem(key, reason) for key, reason in unsupported_parts(composition.values)]
-    return _error(composition, unsupported) if unsupported else None
+    if unsupported:
+        raise _error(composition, unsupported)
 
 
 def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn: bool = True) -> LoadedConfig:

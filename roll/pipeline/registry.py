@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.compose import compose
-from roll.configs.loader import LoadedConfig, build_config, unsupported_error
+from roll.configs.loader import LoadedConfig, build_config, refuse_unsupported
 from roll.configs.pipeline_config import BaseConfig
 from roll.configs.problems import did_you_mean, wrong
 from roll.configs.unsupported import FOREIGN_PIPELINES
@@ -48,22 +48,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool =
         ConfigError: what is wrong with the file, one line per problem.
     """
     composition = compose(path, overrides)
-    unsupported = unsupported_error(composition)
-    if unsupported and any(key in composition.values for key in FOREIGN_PIPELINES):
-        raise unsupported
+    lines: list[str] = []
+    try:
+        refuse_unsupported(composition)
+    except ConfigError as error:
+        if any(key in composition.values for key in FOREIGN_PIPELINES):
+            raise  # nothing else of such a file can be judged
+        lines = str(error).splitlines()
     try:
         name = detect_pipeline(composition.values)
     except ConfigError as error:
-        raise unsupported or ConfigError(f"{composition.path}: {error}") from None
+        raise ConfigError("\n".join(lines) or f"{composition.path}: {error}") from None
     try:
-        loaded = build_config(composition, CONFIG_CLASSES[name], warn=warn and not unsupported)
+        loaded = build_config(composition, CONFIG_CLASSES[name], warn=warn and not lines)
     except ConfigError as error:
-        if unsupported is None:
-            raise
-        lines = [*str(unsupported).splitlines(), *str(error).splitlines()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
-    if unsupported:
-        raise unsupported
+        raise ConfigError("\n".join(dict.fromkeys([*lines, *str(error).splitlines()]))) from None
+    if lines:
+        raise ConfigError("\n".join(lines))
     return loaded
 
 

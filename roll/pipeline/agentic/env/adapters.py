@@ -7,7 +7,6 @@ rendering if it has one, otherwise the observation itself, written out. GEM's en
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -126,12 +125,6 @@ class GemEnv(Env):
 
     def __init__(self, env_id: str, **config: Any) -> None:
         self._wrap(_library("gem", GEM_INSTALL).make(env_id, **config))
-
-    @staticmethod
-    def check() -> None:
-        """Raise a MissingDependencyError if GEM is not installed; see `env_problems`."""
-        if importlib.util.find_spec("gem") is None:
-            _library("gem", GEM_INSTALL)
 
     def _wrap(self, env: Any) -> None:
         self._env = env

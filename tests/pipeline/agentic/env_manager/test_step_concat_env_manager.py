@@ -3,7 +3,6 @@
 from agentic_setup import EchoProxy, env_config, scheduler_of
 
 from roll.models.tiny import character_tokenizer
-from roll.pipeline.agentic.env.check import env_problems
 
 
 def test_a_prompt_has_the_observations_before_it_and_the_suffix():
@@ -15,10 +14,8 @@ def test_a_prompt_has_the_observations_before_it_and_the_suffix():
         "env_config": {"turns": 4},
         "max_steps": 5,
     }
-    config = env_config({"Good": template})
-    assert env_problems(config) == []
     proxy = EchoProxy(character_tokenizer())
-    with scheduler_of(config, proxy) as scheduler:
+    with scheduler_of(env_config({"Good": template}), proxy) as scheduler:
         rollout = scheduler.rollout(0, 4)
     asked = [turns[0].messages[0]["content"] for turns in proxy.asked]
     start = asked[0].removeprefix("|").removesuffix("\n")
