@@ -78,7 +78,8 @@ def checkout(tmp_path_factory):
 
 
 def run(*arguments) -> str:
-    done = subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 

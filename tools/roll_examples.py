@@ -4,7 +4,7 @@
     python tools/roll_examples.py ROLL --markdown         the same as a table for the documentation
     python tools/roll_examples.py ROLL --imports          every `from roll... import` of ROLL's examples and tests
 
-ROLL is the folder of a checkout of https://github.com/alibaba/ROLL. Nothing is trained, downloaded or written. A file
+ROLL is the folder of a checkout of alibaba/ROLL. Nothing is trained, downloaded or written. A file
 `trains` if nothing but models, data, GPUs and installed packages stands between it and a run.
 """
 
@@ -58,7 +58,7 @@ def example_files(root: Path) -> list[Path]:
 
 
 def judge(path: Path, *, without_megatron: bool = False) -> Verdict:
-    """The verdict on one file, as it is or with its Megatron strategies replaced by those of FSDP2."""
+    """The verdict on one file, as it is or with its Megatron strategies replaced by those of FSDP2 without options."""
     original = registry.compose
 
     def replaced(*args: Any, **options: Any) -> Composition:
@@ -86,12 +86,9 @@ def judge(path: Path, *, without_megatron: bool = False) -> Verdict:
 def _without_megatron(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {
-        key: UNSUPPORTED_STRATEGIES[item]
-        if key == "strategy_name" and str(item).startswith("megatron_")
-        else _without_megatron(item)
-        for key, item in value.items()
-    }
+    if str(value.get("strategy_name")).startswith("megatron_"):
+        return {"strategy_name": UNSUPPORTED_STRATEGIES[value["strategy_name"]]}  # its options go with it
+    return {key: _without_megatron(item) for key, item in value.items()}
 
 
 def _class_problems(config: Any) -> Iterator[str]:
@@ -111,7 +108,7 @@ def _class_problems(config: Any) -> Iterator[str]:
             ask(config.key_of(name), worker_cls.check, role)
         sizes = [role.strategy_config.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline")]
         if role.strategy_name == "vllm" and max(sizes) > 1:
-            asked.append(f"{config.key_of(name)}.strategy_args.strategy_config: vLLM over several GPUs is not built yet")
+            asked.append(f"{config.key_of(name)}.strategy_args: vLLM over several GPUs is not built yet")
     for tag in config.tags_in_use() if isinstance(config, AgenticConfig) else ():
         template, key = config.env_template(tag), f"custom_envs.{tag}"
         ask(f"{key}.env_manager_cls", import_class, template.env_manager_cls)
@@ -135,10 +132,12 @@ def decisive(message: str) -> str:
 def shortened(line: str) -> str:
     """The first clause of a problem, without file and line and the types of values."""
     line = re.sub(r"^\S+\.ya?ml(:\d+)?: (?!no such file)", "", line)
+    line = re.sub(r"found [^;]*; (?=not built yet)", "", line)
     line = re.split(r"; | \(named in|, so that|, because", line)[0]
     line = re.sub(r" \((int|str|float|bool|list|mapping)\)", "", line)
     line = re.sub(r"found \{.*\.\.\., ", "", line)
-    line = re.sub(r"^[\w.]+: the strategy (\S+) is not supported", r"the strategy \1", line).replace("not supported: ", "")
+    line = re.sub(r"^[\w.]+: the strategy (\S+) is not supported", r"the strategy \1", line)
+    line = line.replace("not supported: ", "")
     return line if len(line) <= 150 else line[:147] + "..."
 
 
@@ -203,8 +202,8 @@ def print_files(root: Path, *, markdown: bool) -> None:
     counts = Counter(verdict.verdict for _, verdict, _ in rows)
     more = sum(changed is not None and changed.verdict == TRAINS != verdict.verdict for _, verdict, changed in rows)
     print(
-        f"{len(rows)} files: {counts[TRAINS]} train as they are, {more} more once Megatron's strategies are replaced by "
-        f"fsdp2_train and fsdp2_infer, {counts[LOADS]} load and do not train, "
+        f"{len(rows)} files: {counts[TRAINS]} train as they are, {more} more once Megatron's strategies are replaced "
+        f"by fsdp2_train and fsdp2_infer, {counts[LOADS]} load and do not train, "
         f"{counts[REFUSED] - more} are refused either way.\n"
     )
     if markdown:
@@ -225,8 +224,8 @@ def print_imports(root: Path, *, markdown: bool) -> None:
     known = {name: files for name, files in wanted.items() if exists_in(root, *name)}
     absent = {name: files for name, files in known.items() if not resolves(*name)}
     print(
-        f"{len(wanted)} imports; {len(wanted) - len(known)} do not exist in this ROLL either; of the other {len(known)}, "
-        f"{len(known) - len(absent)} work here and {len(absent)} do not:\n"
+        f"{len(wanted)} imports; {len(wanted) - len(known)} do not exist in this ROLL either; of the other "
+        f"{len(known)}, {len(known) - len(absent)} work here and {len(absent)} do not:\n"
     )
     groups: dict[str, list[str]] = {}
     for module, name in absent:

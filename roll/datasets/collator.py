@@ -90,8 +90,8 @@ class DataCollatorWithPaddingForPaddedKeys:
     """Examples with token columns to one batch, left-padded, so that generation starts at one column.
 
     Columns in `padded_keys` become (N, S) int64 tensors: ids filled up with the pad token, masks with 0, labels with
-    -100; one number a row becomes (N,). `attention_mask` is made where it is not given, `position_ids` always. All other columns become object arrays
-    of length N, tensors are concatenated (see `collate_fn_to_dict_list`).
+    -100; one number a row becomes (N,). `attention_mask` is made where it is not given, `position_ids` always. All
+    other columns become object arrays of length N, tensors are concatenated (see `collate_fn_to_dict_list`).
 
     `padding` is True or "longest" for the longest row of the batch, "max_length" for always `max_length`.
     """

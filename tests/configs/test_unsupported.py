@@ -63,8 +63,8 @@ def test_other_pipelines():
     assert dict(unsupported_parts(values)) == {
         "student_train": "not supported: on-policy distillation",
         "teacher": "not supported: on-policy distillation",
-        "sft_train": "not supported: ROLL's supervised fine-tuning is `pipeline: sft` here; write that, rename sft_train "
-        "to actor_train, and give max_steps instead of num_train_epochs",
+        "sft_train": "not supported: ROLL's supervised fine-tuning is `pipeline: sft` here; write that, rename "
+        "sft_train to actor_train, and give max_steps instead of num_train_epochs",
         "student": "not supported: distillation",
     }
 

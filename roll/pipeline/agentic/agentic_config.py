@@ -99,7 +99,7 @@ class EnvTemplate(ConfigModel):
     """
 
     env_type: str | None = None
-    """Id of the environment (frozen_lake, sokoban ...), its dotted path, gymnasium:ID, or GEM's own (game:Wordle-v0)."""
+    """Id of the environment (frozen_lake, sokoban ...), its dotted path, gymnasium:ID or GEM's own (game:Wordle-v0)."""
 
     env_config: dict[str, Any] = Field(default_factory=dict)
     """The environment's own options."""

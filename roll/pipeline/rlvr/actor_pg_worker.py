@@ -1,4 +1,4 @@
-"""ROLL's import path of the actor for other policy losses. Here every actor reads `pg_variant`, so it is the same one."""
+"""ROLL's import path of the actor for other policy losses. Here every actor reads `pg_variant`, so it is the same."""
 
 from roll.pipeline.rlvr.actor_worker import ActorWorker
 

@@ -93,8 +93,8 @@ def dataset_file(name: str, split: str | None) -> str:
     path = Path(name).expanduser()
     if not path.exists():
         raise ConfigError(
-            f'dataset_name: found "{name}", which is no file or folder here; download it, for example with `hf download '
-            f"{name} --repo-type dataset --local-dir {path.name}`, and name the folder"
+            f'dataset_name: found "{name}", which is no file or folder here; download it, for example with `hf '
+            f"download {name} --repo-type dataset --local-dir {path.name}`, and name the folder"
         )
     if split is None or not path.is_dir():
         return str(path)

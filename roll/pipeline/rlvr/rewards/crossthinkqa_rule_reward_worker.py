@@ -14,8 +14,8 @@ from roll.utils.scoring.score import Score
 class CrossThinkQARuleRewardWorker(PoolRewardWorker):
     """Scores are 1 or 0; rewards go from -1.5 to 1 by `reward_type` (loose, soft, strict), less what is repeated.
 
-    `response_length_penalty_coef` is a penalty for each token, as everywhere here. (ROLL's reward for length looks at the
-    padded width of the batch.)
+    `response_length_penalty_coef` is a penalty for each token, as everywhere here. (ROLL's reward for length looks at
+    the padded width of the batch.)
     """
 
     function = "roll.pipeline.rlvr.rewards.choice_answers:crossthink_score"

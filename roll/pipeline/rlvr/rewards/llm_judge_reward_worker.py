@@ -85,8 +85,8 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
         prompt, kind = reward_config.judge_prompt, reward_config.judge_model_type
         if prompt and prompt not in PROMPTS and "{response}" not in prompt:
             raise ConfigError(
-                "judge_prompt: has no {response}; write a text with {prompt}, {response} and {ground_truth}, or the name "
-                f"of one: {', '.join(PROMPTS)}"
+                "judge_prompt: has no {response}; write a text with {prompt}, {response} and {ground_truth}, or the "
+                f"name of one: {', '.join(PROMPTS)}"
             )
         if kind == "inference":
             if reward_config.strategy_name not in GENERATE_STRATEGIES:
@@ -98,8 +98,8 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
             return
         if kind not in (None, "api"):
             raise ConfigError(
-                f'judge_model_type: found "{kind}", expected "api", for the judge at judge_api_url, or "inference", for '
-                "one that this role holds"
+                f'judge_model_type: found "{kind}", expected "api", for the judge at judge_api_url, or "inference", '
+                "for one that this role holds"
             )
         if not reward_config.judge_api_url:
             raise ConfigError("judge_api_url: missing; the address of the judge, for example http://localhost:8000/v1")

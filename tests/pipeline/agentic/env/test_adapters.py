@@ -140,7 +140,7 @@ def test_gem_environments_are_passed_through(monkeypatch):
 def test_a_library_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "gem", None)
     for env_id in ("gem:game:Thing-v0", "rg:letter_counting", "roll_qa", "roll_code"):
-        with pytest.raises(MissingDependencyError, match="needs gem.*: pip install --no-deps gem-llm"):
+        with pytest.raises(MissingDependencyError, match=r"needs gem.*: pip install --no-deps gem-llm"):
             make(env_id)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingDependencyError, match=r"roll-rl\[envs\]"):

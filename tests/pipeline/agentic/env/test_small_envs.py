@@ -250,5 +250,5 @@ def test_math_from_a_dataset_folder_as_roll_names_it(tmp_path):
         assert env.step(f"\\boxed{{{right}}}")[1] == 1.0
     with pytest.raises(ConfigError, match=r'split: found "val"'):
         make("roll_math", dataset_name=str(tmp_path), split="val")
-    with pytest.raises(ConfigError, match="open-r1/DAPO.* is no file or folder here; download it"):
+    with pytest.raises(ConfigError, match=r"open-r1/DAPO.* is no file or folder here; download it"):
         make("roll_math", dataset_name="open-r1/DAPO-Math-17k")

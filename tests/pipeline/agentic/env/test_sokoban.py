@@ -153,6 +153,7 @@ def test_symbols_as_roll_names_them():
     for seed in range(5):
         assert renamed.reset(seed)[0] == plain.reset(seed)[0].translate(table)
     assert renamed.instruction.startswith("Push every box (B) onto a target (G).")
-    assert renamed.instruction.endswith("A is you, W is a wall. The actions are Up, Down, Left, Right. "
-                                        "The symbols are W: wall.")
+    assert renamed.instruction.endswith(
+        "A is you, W is a wall. The actions are Up, Down, Left, Right. The symbols are W: wall."
+    )
     assert renamed.ACTION_LOOKUP == {1: "Up", 2: "Down", 3: "Left", 4: "Right"}

@@ -19,6 +19,11 @@ def test_a_prompt_has_the_observations_before_it_and_the_suffix():
         rollout = scheduler.rollout(0, 4)
     asked = [turns[0].messages[0]["content"] for turns in proxy.asked]
     start = asked[0].removeprefix("|").removesuffix("\n")
-    assert asked == [f"|{start}\n", f"{start}|turn 1\nnext?", f"{start}\nturn 1|turn 2\nnext?", "turn 1\nturn 2|turn 3\nnext?"]
+    assert asked == [
+        f"|{start}\n",
+        f"{start}|turn 1\nnext?",
+        f"{start}\nturn 1|turn 2\nnext?",
+        "turn 1\nturn 2|turn 3\nnext?",
+    ]
     played = rollout.trajectories[0]
     assert played.prompts_are_whole and len(played.turns) == 4
