@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from roll.distributed.scheduler.protocol import DataProto
-
-Responses = DataProto | Sequence["Responses"]
 
 
 @dataclass
@@ -39,7 +38,7 @@ def expand_requests(
     return [copy.deepcopy(data) for _ in range(copies)]
 
 
-def expand_responses(response: Responses | None) -> list[DataProto]:
+def expand_responses(response: DataProto | Sequence[Any] | None) -> list[DataProto]:
     """Batches, in lists of any depth, as batches of one row each, in order. A batch without rows stays as it is."""
     if response is None:
         return []

@@ -46,7 +46,10 @@ def crossthink_score(
     prompt: str, response: str, ground_truth: Any, *, reward_type: str = "soft", **row: Any
 ) -> dict[str, float] | None:
     """`score` 1.0 or 0.0 as by `first_letter`, and what makes the reward: `answer`, from the table of `reward_type`,
-    and `repetition`, up to -0.5 for a response whose runs of three words are all the same. None without a ground truth."""
+    and `repetition`, up to -0.5 for a response whose runs of three words are all the same.
+
+    None without a ground truth.
+    """
     if not str(ground_truth or ""):
         return None
     letter, is_boxed = first_letter(response)
