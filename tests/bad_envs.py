@@ -142,3 +142,11 @@ class LeavingThingsBehindEnv(GoodEnv):
         subprocess.Popen(["sleep", "987"])
         threading.Thread(target=time.sleep, args=(987,)).start()
         return super().reset(seed)
+
+
+class SuffixEnv(GoodEnv):
+    """As GEM's games: every answer of the environment comes with what to do next."""
+
+    def step(self, action):
+        *reply, info = super().step(action)
+        return *reply, {**info, "suffix": "next?"}

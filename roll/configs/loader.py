@@ -161,7 +161,8 @@ def _leave_out(values: Any, problem: Problem) -> bool:
 
 
 def _without_variables(composition: Composition, config_cls: type[BaseConfig]) -> dict[str, Any]:
-    known = config_cls.model_fields.keys() | config_cls.ignored_keys
+    # A key without effect may also be the name of one of the file's variables.
+    known = config_cls.model_fields.keys() | (config_cls.ignored_keys - composition.referenced)
     return {
         key: value
         for key, value in composition.values.items()

@@ -1,6 +1,6 @@
 """Parts of ROLL that this project does not have, by the names under which a config file asks for them.
 
-A file that needs one of them fails with the key and the reason, before anything else about it is judged.
+A file that needs one of them fails with the key and the reason, beside whatever else is wrong with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ _KEYS_BY_REASON = {
         "opsd_mode opsd_solution_key opsd_max_solution_length"
     ),
     "distillation": "student distill_loss_weight distill_on_prompt kd_temperature",
-    "ROLL's supervised fine-tuning pipeline": "sft_train",
+    (
+        "ROLL's supervised fine-tuning is `pipeline: sft` here; write that, rename sft_train to actor_train, and give "
+        "max_steps instead of num_train_epochs"
+    ): "sft_train",
+    "name the column in actor_train.data_args.prompt, and in that of validation": "prompt_key",
+    "name the column in actor_train.data_args.response, and in that of validation": "response_key",
+    "only one column is the prompt; join the texts in the file, or write them as messages": "query_key system_key",
     _VISION: (
         "vlm_filter vision_dp media_folder image_folder image_max_pixels image_min_pixels video_folder video_fps "
         "video_max_pixels video_min_pixels video_maxlen audio_folder audio_sampling_rate"
@@ -36,8 +42,44 @@ UNSUPPORTED_STRATEGIES: Mapping[str, str] = {
     "diffusion_deepspeed_train": "deepspeed_train",
 }
 
+_AGENTS = "agents that call tools in messages of their own; here an answer is a text that the environment reads"
+
+# What an entry of `custom_envs` may ask for.
+NOT_BUILT_YET: Mapping[str, str] = {
+    "tool_wrapper": "tools around any environment; the environment tool_task has a sandboxed Python tool of its own",
+    "agent_runner_cls": "programs that ask the policy by themselves; leave it null",
+}
+UNSUPPORTED_ENVIRONMENTS: Mapping[str, str] = {
+    "webshop": "it needs WebShop's own search engine and data",
+    "sokoban_sandbox": "it plays at a remote sandbox; sokoban plays here",
+    "sokoban_mcp": "it plays at an MCP server; sokoban plays here",
+    "sokoban_native_env": f"{_AGENTS}; sokoban is the same game",
+    "sokoban_tool_call": f"{_AGENTS}; sokoban is the same game",
+    "rock_tb_native_env": "it runs in ROCK's remote sandboxes",
+    "openreward_env": "it needs OpenReward's service",
+    "atropos_env": "it needs Atropos",
+    "deepeyes": _VISION,
+}
+
+_MANAGERS = "roll.pipeline.agentic.env_manager"
+_REWARDS = "roll.pipeline.rlvr.rewards"
+UNSUPPORTED_CLASSES: Mapping[str, str] = {
+    path: f"{path.rpartition('.')[2]}, {reason}"
+    for path, reason in {
+        f"{_MANAGERS}.agent_native_env_manager.AgentNativeStepEnvManager": f"which is for {_AGENTS}",
+        f"{_MANAGERS}.proxy_env_manager.ProxyEnvManager": "which is for programs that ask the policy by themselves",
+        f"{_REWARDS}.detection_reward_worker.DetectionRewardWorker": "which judges what a vision model sees",
+        f"{_REWARDS}.video_r1_reward_worker.VideoR1RewardWorker": "which judges what a vision model sees",
+        f"{_REWARDS}.remote_reward_system_worker.RemoteRewardSystemWorker": "which asks a remote reward system",
+    }.items()
+}
+
 # The last part of a model's name, of a template or of an environment manager that is made for images.
 _VISION_NAME = re.compile(r"(^|[-_.])(vl|vlm|omni)([-_.]|$)|internvl|llava|pixtral|idefics|paligemma", re.IGNORECASE)
+
+
+# Keys of pipelines that do not exist here: nothing else of such a file can be judged.
+FOREIGN_PIPELINES = ("student", "student_train", "teacher", "sft_train")
 
 
 def unsupported_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -45,8 +87,11 @@ def unsupported_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     Strategy names are not looked at: `StrategyArguments` refuses them, in files and in Python alike.
     """
-    found = [(key, UNSUPPORTED_KEYS[key]) for key in raw if key in UNSUPPORTED_KEYS]
-    return [(key, f"not supported: {reason}") for key, reason in found or _vision_parts(raw)]
+    found = [(key, UNSUPPORTED_KEYS[key]) for key in raw if key in UNSUPPORTED_KEYS] or _vision_parts(raw)
+    for key, value in _strings(raw, ""):
+        if key.endswith(".worker_cls") and value in UNSUPPORTED_CLASSES:
+            found.append((key, UNSUPPORTED_CLASSES[value]))
+    return [(key, f"not supported: {reason}") for key, reason in found]
 
 
 def _vision_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -90,8 +90,8 @@ class DataCollatorWithPaddingForPaddedKeys:
     """Examples with token columns to one batch, left-padded, so that generation starts at one column.
 
     Columns in `padded_keys` become (N, S) int64 tensors: ids filled up with the pad token, masks with 0, labels with
-    -100. `attention_mask` is made where it is not given, `position_ids` always. All other columns become object arrays
-    of length N, tensors are concatenated (see `collate_fn_to_dict_list`).
+    -100; one number a row becomes (N,). `attention_mask` is made where it is not given, `position_ids` always. All
+    other columns become object arrays of length N, tensors are concatenated (see `collate_fn_to_dict_list`).
 
     `padding` is True or "longest" for the longest row of the batch, "max_length" for always `max_length`.
     """
@@ -123,6 +123,9 @@ class DataCollatorWithPaddingForPaddedKeys:
         batch: dict[str, Any] = {}
         for key in (key for key in self.padded_keys if key in features[0]):
             rows = [feature[key] for feature in features]
+            if all(np.ndim(row) == 0 for row in rows):  # one number a row, such as the label of a classifier
+                batch[key] = torch.as_tensor([int(row) for row in rows])
+                continue
             for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
                 if len(row) != length:
                     raise ValueError(
@@ -193,7 +196,7 @@ def positions(attention_mask: Tensor) -> Tensor:
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id to fill rows up with. Padding is never attended: a tokenizer without a pad token is no reason to stop."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    candidates = (tokenizer.pad_token_id, getattr(tokenizer, "eos_token_id", None), 0)
     return next(candidate for candidate in candidates if isinstance(candidate, int))
 
 

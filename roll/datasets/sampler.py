@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -106,3 +107,62 @@ def _order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     # bits a row keeps the order of an old run the same under any later version.
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
     return np.argsort(keys, kind="stable")
+
+
+class BatchStratifiedSampler:
+    """ROLL's batches with a fixed number of rows of each domain, for programs that call it.
+
+    A row's domain is its value of "domain". Each domain has its share of `batch_size`, rounded down; the last one has
+    the rest. An epoch is as long as the domain that lasts longest; the others begin again. The order comes from the
+    random numbers of the process (`numpy.random`, then `random`), as in ROLL; the pipelines here draw from their seed
+    instead, see `PromptSampler`.
+
+    Example: shares a: 5, b: 3, c: 2 and batches of 10 -> 5, 3 and 2 rows.
+    """
+
+    def __init__(
+        self, dataset: Any, domain_ratios: Mapping[str, float], batch_size: int, drop_last: bool = True
+    ) -> None:
+        assert len(dataset) > 0, "there are no rows to take batches from"
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.domain_indices: dict[str, list[int]] = {}
+        for index in range(len(dataset)):
+            self.domain_indices.setdefault(dataset[index]["domain"], []).append(index)
+        without_share = [domain for domain in self.domain_indices if domain not in domain_ratios]
+        without_rows = [domain for domain in domain_ratios if domain not in self.domain_indices]
+        if without_share or without_rows:
+            raise DataError(
+                f"domains of the rows without a share: {without_share}; domains with a share and no row: {without_rows}"
+            )
+        total = sum(domain_ratios.values())
+        self.domain_ratios = {domain: share / total for domain, share in domain_ratios.items()}
+        self.domain_batch_num = {domain: int(share * batch_size) for domain, share in self.domain_ratios.items()}
+        *others, last = self.domain_ratios
+        self.domain_batch_num[last] = batch_size - sum(self.domain_batch_num[domain] for domain in others)
+        empty = [domain for domain, count in self.domain_batch_num.items() if count < 1]
+        if empty:
+            raise DataError(f"a batch of {batch_size} rows has none of {', '.join(empty)}: use a larger batch")
+        self.domain_batch_capacities = {
+            domain: (len(self.domain_indices[domain]) + (0 if drop_last else count - 1)) // count
+            for domain, count in self.domain_batch_num.items()
+        }
+        self.total_batches = max(self.domain_batch_capacities.values())
+
+    def __len__(self) -> int:
+        return self.total_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn: dict[str, np.ndarray] = {}
+        for domain, indices in self.domain_indices.items():
+            order = np.array(indices)
+            np.random.shuffle(order)
+            drawn[domain] = np.resize(order, self.total_batches * self.domain_batch_num[domain])  # begins again
+        batches = []
+        for number in range(self.total_batches):
+            batch: list[int] = []
+            for domain, count in self.domain_batch_num.items():
+                batch += drawn[domain][number * count : (number + 1) * count].tolist()
+            np.random.shuffle(batch)
+            batches.append(batch)
+        random.shuffle(batches)
+        return iter(batches)

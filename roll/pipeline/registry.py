@@ -11,6 +11,7 @@ from roll.configs.compose import compose
 from roll.configs.loader import LoadedConfig, build_config, refuse_unsupported
 from roll.configs.pipeline_config import BaseConfig
 from roll.configs.problems import did_you_mean, wrong
+from roll.configs.unsupported import FOREIGN_PIPELINES
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.dpo.dpo_config import DPOConfig
@@ -47,12 +48,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool =
         ConfigError: what is wrong with the file, one line per problem.
     """
     composition = compose(path, overrides)
-    refuse_unsupported(composition)
+    lines: list[str] = []
+    try:
+        refuse_unsupported(composition)
+    except ConfigError as error:
+        if any(key in composition.values for key in FOREIGN_PIPELINES):
+            raise  # nothing else of such a file can be judged
+        lines = str(error).splitlines()
     try:
         name = detect_pipeline(composition.values)
     except ConfigError as error:
-        raise ConfigError(f"{composition.path}: {error}") from None
-    return build_config(composition, CONFIG_CLASSES[name], warn=warn)
+        raise ConfigError("\n".join(lines) or f"{composition.path}: {error}") from None
+    try:
+        loaded = build_config(composition, CONFIG_CLASSES[name], warn=warn and not lines)
+    except ConfigError as error:
+        raise ConfigError("\n".join(dict.fromkeys([*lines, *str(error).splitlines()]))) from None
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return loaded
 
 
 def pipeline_class(config: BaseConfig) -> type[BasePipeline]:
@@ -79,6 +92,8 @@ def detect_pipeline(values: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: there is no sign of any pipeline, or of more than one.
     """
+    if not values:
+        raise ConfigError("the file is empty")
     named = values.get("pipeline")
     if named is not None:
         if not isinstance(named, str) or named not in CONFIG_CLASSES:

@@ -311,12 +311,25 @@ def test_megatron_files_load_with_the_nearest_strategy():
     assert load_config(RLVR, [f"{strategy}=fsdp2_train"], warn=False).config.actor_train.strategy_name == "fsdp2_train"
 
 
-def test_unsupported_parts_are_named_before_anything_else(tmp_path):
-    path = write(tmp_path, "rewards: {}\npretrain: Qwen/Qwen2.5-VL-7B\nbta: 1")
-    assert error_of(path) == (
+def test_unsupported_parts_come_first_and_hide_nothing(tmp_path):
+    text = (
+        "rewards: {}\npretrain: Qwen/Qwen2.5-VL-7B\nbta: 1\n"
+        "actor_train: {strategy_args: {strategy_name: megatron_train}}\n"
+    )
+    path = write(tmp_path, text)
+    vision = (
         f'{path}:2: pretrain: not supported: "Qwen/Qwen2.5-VL-7B" is a vision or audio model; '
         "only text models are trained"
     )
+    lines = error_of(path).splitlines()
+    assert lines[0] == vision and len(lines) == 3
+    assert "actor_train.strategy_args.strategy_name" in lines[1] and f"{path}:3: bta: unknown key" in lines[2]
+    # Alone, and where nobody can say which pipeline the rest is for.
+    assert error_of(write(tmp_path, "rewards: {}\npretrain: Qwen/Qwen2.5-VL-7B\nsequence_length: 2048")) == vision
+    assert error_of(write(tmp_path, "\npretrain: Qwen/Qwen2.5-VL-7B")) == vision
+    # A key that both would name is named once; another pipeline's file is not judged as one of ours.
+    assert error_of(write(tmp_path, "rewards: {}\nvision_dp: true")).count("vision_dp") == 1
+    assert error_of(write(tmp_path, "student: {}\nbta: 1")) == f"{path}:1: student: not supported: distillation"
 
 
 def test_values_that_yaml_cannot_express_are_an_error():

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from roll.configs.unsupported import unsupported_parts
+from roll.exceptions import ConfigError
+from roll.pipeline.registry import load_config
 
 VISION = "a vision or audio model; only text models are trained"
 
@@ -61,6 +63,36 @@ def test_other_pipelines():
     assert dict(unsupported_parts(values)) == {
         "student_train": "not supported: on-policy distillation",
         "teacher": "not supported: on-policy distillation",
-        "sft_train": "not supported: ROLL's supervised fine-tuning pipeline",
+        "sft_train": "not supported: ROLL's supervised fine-tuning is `pipeline: sft` here; write that, rename "
+        "sft_train to actor_train, and give max_steps instead of num_train_epochs",
         "student": "not supported: distillation",
     }
+
+
+def test_rolls_supervised_file_loads_once_it_is_changed_as_the_message_says(tmp_path):
+    path = tmp_path / "sft.yaml"
+    role = "  strategy_args: {strategy_name: hf_train}\n  data_args: {file_name: a.json"
+    path.write_text(
+        f"sequence_length: 64\nprompt_key: instruction\nquery_key: input\nresponse_key: output\nsft_train:\n{role}}}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert "`pipeline: sft`" in message and "rename sft_train to actor_train" in message
+    assert "prompt_key: not supported: name the column in actor_train.data_args.prompt" in message
+    assert "response_key: not supported: name the column in actor_train.data_args.response" in message
+    assert "query_key: not supported: only one column is the prompt" in message
+    path.write_text(
+        "pipeline: sft\npretrain: x\nsequence_length: 64\nmax_steps: 10\nactor_train:\n"
+        f"{role}, prompt: instruction, response: output}}\n"
+    )
+    config = load_config(path).config
+    assert config.pipeline == "sft" and not config.missing_for_training()
+
+
+def test_classes_that_do_not_exist_here_are_named():
+    path = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
+    found = unsupported_parts({"rewards": {"a": {"worker_cls": path}, "b": {"worker_cls": "my.own.Worker"}}})
+    assert found == [
+        ("rewards.a.worker_cls", "not supported: DetectionRewardWorker, which judges what a vision model sees")
+    ]

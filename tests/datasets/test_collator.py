@@ -188,3 +188,15 @@ def test_columns_of_examples() -> None:
         collate_fn_to_dict_list([{"y": 1}, {}])
     with pytest.raises(ValueError, match="example 1 of the batch has y, which example 0 has not"):
         collate_fn_to_dict_list([{}, {"y": 1}])
+
+
+def test_a_tokenizer_needs_no_more_than_a_pad_token() -> None:
+    class Bare:
+        pad_token_id = 7
+
+    features = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor(1)}, {"input_ids": [3], "labels": 0}]
+    batch = DataCollatorWithPaddingForPaddedKeys(Bare())(features)  # pyrefly: ignore[bad-argument-type]
+    assert batch["input_ids"].tolist() == [[1, 2], [7, 3]]
+    assert batch["labels"].tolist() == [1, 0]  # of a classifier: one a row
+    pair = {"chosen_ids": [1, 2], "reject_ids": [1, 2, 3], "prompt_ids_lens": 1}
+    assert DataCollatorWithPaddingForDPO(Bare())([pair])["input_ids"].tolist() == [[1, 2, 7], [1, 2, 3]]  # pyrefly: ignore[bad-argument-type]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.datasets.sampler import EpochSampler
+from roll.datasets.sampler import BatchStratifiedSampler, EpochSampler
 from roll.exceptions import DataError
 
 
@@ -153,3 +153,41 @@ def test_numbers_that_cannot_be() -> None:
         EpochSampler(3, 0, seed=0)
     with pytest.raises(ValueError, match="seed=-1 must not be negative"):
         EpochSampler(3, 1, seed=-1)
+
+
+ROWS = [{"domain": domain} for domain, count in (("a", 10), ("b", 6), ("c", 4)) for _ in range(count)]
+SHARES = {"a": 5, "b": 3, "c": 2}
+
+
+def test_stratified_batches_have_their_shares() -> None:
+    sampler = BatchStratifiedSampler(ROWS, SHARES, 10)
+    assert sampler.domain_ratios == {"a": 0.5, "b": 0.3, "c": 0.2} and len(sampler) == 2
+    batches = list(sampler)
+    for batch in batches:
+        assert [sum(ROWS[row]["domain"] == domain for row in batch) for domain in "abc"] == [5, 3, 2]
+    assert sorted(chain.from_iterable(batches)) == list(range(20))
+
+
+def test_domains_that_run_out_begin_again() -> None:
+    sampler = BatchStratifiedSampler(ROWS, SHARES, 7, drop_last=False)
+    assert sampler.domain_batch_num == {"a": 3, "b": 2, "c": 2} and len(sampler) == 4
+    drawn = list(chain.from_iterable(sampler))
+    assert len(drawn) == 28 and set(drawn) == set(range(20))
+
+
+def test_stratified_order_is_that_of_the_process() -> None:
+    orders = []
+    for seed in (0, 0, 1):
+        np.random.seed(seed)
+        random.seed(seed)
+        orders.append(list(BatchStratifiedSampler(ROWS, SHARES, 10)))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_shares_that_do_not_fit_the_rows() -> None:
+    with pytest.raises(AssertionError):
+        BatchStratifiedSampler([], SHARES, 10)
+    with pytest.raises(DataError, match=r"without a share: \['c'\]; domains with a share and no row: \['d'\]"):
+        BatchStratifiedSampler(ROWS, {"a": 1, "b": 1, "d": 1}, 10)
+    with pytest.raises(DataError, match="a batch of 2 rows has none of b: use a larger"):
+        BatchStratifiedSampler(ROWS, SHARES, 2)

@@ -38,6 +38,12 @@ def test_no_sign_of_a_pipeline_lists_what_was_looked_for():
     assert "agentic: custom_envs, train_env_manager" in message and "num_return_sequences_in_group" in message
 
 
+def test_an_empty_file_is_called_empty(tmp_path):
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    with pytest.raises(ConfigError, match=r"a.yaml: the file is empty"):
+        load_config(tmp_path / "a.yaml")
+
+
 def test_signs_of_two_pipelines_are_both_shown():
     with pytest.raises(ConfigError, match=r"keys of several pipelines \(rlvr: rewards; agentic: custom_envs\)"):
         detect_pipeline({"rewards": {}, "custom_envs": {}})

@@ -30,21 +30,18 @@ from roll.configs.config_model import (
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.ppo_config import ESTIMATOR_NORMS
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
+from roll.configs.unsupported import NOT_BUILT_YET, UNSUPPORTED_CLASSES, UNSUPPORTED_ENVIRONMENTS
 from roll.configs.worker_config import WorkerConfig
 from roll.exceptions import ConfigError
 from roll.utils.import_utils import import_class
 
 _MANAGERS = "roll.pipeline.agentic.env_manager."
-# `prompts_are_whole` of the managers that ROLL's files name, for those who ask without torch, which the classes import.
+# `prompts_are_whole` of our own managers, for those who ask without torch, which the classes import.
 PROMPTS_ARE_WHOLE = {
     _MANAGERS + "traj_env_manager.TrajEnvManager": False,
     _MANAGERS + "step_env_manager.StepEnvManager": True,
     _MANAGERS + "step_concat_env_manager.StepConcatEnvManager": True,
-    _MANAGERS + "agent_native_env_manager.AgentNativeStepEnvManager": True,
-    _MANAGERS + "vl_traj_env_manager.VLTrajEnvManager": False,
-    _MANAGERS + "proxy_env_manager.ProxyEnvManager": False,
 }
-
 # What the proxies that come with the project read of `proxy_config`.
 PROXY_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "policy": (),
@@ -133,13 +130,19 @@ class EnvTemplate(ConfigModel):
     """
 
     env_type: str | None = None
-    """Id of the environment (frozen_lake, sokoban, guess_number ...), its dotted path, or gymnasium:ID, gem:ID."""
+    """Id of the environment (frozen_lake, sokoban ...), its dotted path, gymnasium:ID or GEM's own (game:Wordle-v0)."""
 
     env_config: dict[str, Any] = Field(default_factory=dict)
     """The environment's own options."""
 
     env_manager_cls: str = "roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
     """Dotted path of the class that makes prompts: of whole conversations, or (StepEnvManager) of every turn alone."""
+
+    agent_runner_cls: str | None = None
+    """Dotted path of a program that asks the policy by itself; not built yet, so that it has to be null."""
+
+    tool_wrapper: dict[str, Any] | None = None
+    """Tools that stand between the policy and the environment; not built yet, so that it has to be null."""
 
     max_steps: AtLeastOne = 100
     """Turns after which an episode ends."""
@@ -169,8 +172,8 @@ class EnvTemplate(ConfigModel):
 
 
 def prompts_are_whole(manager: str) -> bool:
-    """Whether the manager class at a dotted path makes a row of each turn; classes that ROLL does not have are imported
-    for that. ConfigError if there is no such class."""
+    """Whether the manager class at a dotted path makes a row of each turn. Classes that are not ours are imported for
+    that; ConfigError if there is no such class."""
     if manager in PROMPTS_ARE_WHOLE:
         return PROMPTS_ARE_WHOLE[manager]
     found = getattr(import_class(manager), "prompts_are_whole", None)
@@ -268,6 +271,8 @@ class EnvManagerConfig(WorkerConfig):
 
 class AgenticConfig(PPOConfig):
     """Environments, how trajectories are scored, and what of them is trained on."""
+
+    ignored_keys: ClassVar[frozenset[str]] = PPOConfig.ignored_keys | {"default_history_length"}
 
     inherited_without_effect: ClassVar[Mapping[str, str]] = {
         "val_prompt_length": "validation trajectories have the lengths of the others",
@@ -437,18 +442,37 @@ class AgenticConfig(PPOConfig):
         """The entry of `custom_envs` for a tag, checked."""
         return EnvTemplate(**self.custom_envs[tag])
 
+    def tags_in_use(self) -> list[str]:
+        """The entries of `custom_envs` that the run plays: others may be there, and are not judged."""
+        managers = [self.train_env_manager, *([self.val_env_manager] if self.eval_steps > 0 else [])]
+        return list(dict.fromkeys(tag for manager in managers for tag in manager.tags if tag in self.custom_envs))
+
     def _template_problems(self) -> list[Problem]:
         problems = []
+        in_use = self.tags_in_use()
         for tag in self.custom_envs:
             try:
                 template = self.env_template(tag)
             except ConfigError as error:
                 problems.append(Problem(f"custom_envs.{tag}", str(error)))
                 continue
-            try:
-                prompts_are_whole(template.env_manager_cls)
-            except ConfigError as error:
-                problems.append(Problem(f"custom_envs.{tag}.env_manager_cls", str(error)))
+            if tag not in in_use:
+                continue
+            found = {"tool_wrapper": template.tool_wrapper, "agent_runner_cls": template.agent_runner_cls}
+            for name in [name for name, value in found.items() if value is not None]:
+                problems.append(Problem(f"custom_envs.{tag}.{name}", f"not built yet: {NOT_BUILT_YET[name]}"))
+            manager, env_type = template.env_manager_cls, str(template.env_type)
+            if manager in UNSUPPORTED_CLASSES:
+                why = f"not supported: {UNSUPPORTED_CLASSES[manager]}"
+                problems.append(Problem(f"custom_envs.{tag}.env_manager_cls", why))
+            else:
+                try:
+                    prompts_are_whole(manager)
+                except ConfigError as error:
+                    problems.append(Problem(f"custom_envs.{tag}.env_manager_cls", str(error)))
+            if env_type in UNSUPPORTED_ENVIRONMENTS:
+                why = f'the environment "{env_type}" is not built yet: {UNSUPPORTED_ENVIRONMENTS[env_type]}'
+                problems.append(Problem(f"custom_envs.{tag}.env_type", why))
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:

@@ -15,10 +15,12 @@ from roll.pipeline.agentic.agentic_config import (
     LLMProxyConfig,
     RewardNormalizationConfig,
 )
+from roll.pipeline.registry import load_config
 from roll.utils.import_utils import safe_import_class
 
-TRAJ = "roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
-STEP = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
+MANAGERS = "roll.pipeline.agentic.env_manager"
+TRAJ = f"{MANAGERS}.traj_env_manager.TrajEnvManager"
+STEP = f"{MANAGERS}.step_env_manager.StepEnvManager"
 
 
 def agentic(**values) -> AgenticConfig:
@@ -284,3 +286,47 @@ def test_environments_are_missing_for_training():
 )
 def test_settings_that_others_override_are_named(values, cautions):
     assert agentic(**values).cautions() == cautions
+
+
+def played(**entry) -> dict[str, object]:
+    return {
+        "custom_envs": {"A": {"env_type": "sokoban"}, "B": {"env_type": "sokoban", **entry}},
+        "train_env_manager": {"tags": ["A"]},
+        "val_env_manager": {"tags": ["B"]},
+        "eval_steps": 1,
+        "val_batch_size": -1,
+    }
+
+
+def test_an_agent_runner_and_tools_may_be_null():
+    config = agentic(**played(agent_runner_cls=None, tool_wrapper=None))
+    assert config.tags_in_use() == ["A", "B"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"tool_wrapper": {"tool_configs": []}}, "custom_envs.B.tool_wrapper: not built yet: tools around"),
+        ({"agent_runner_cls": "a.B"}, "custom_envs.B.agent_runner_cls: not built yet: programs"),
+        ({"env_type": "webshop"}, 'custom_envs.B.env_type: the environment "webshop" is not built yet'),
+        (
+            {"env_manager_cls": f"{MANAGERS}.agent_native_env_manager.AgentNativeStepEnvManager"},
+            "custom_envs.B.env_manager_cls: not supported: AgentNativeStepEnvManager",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused_where_it_is_played(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        agentic(**played(**entry))
+    config = agentic(**{**played(**entry), "eval_steps": 0})  # only A is played
+    assert config.tags_in_use() == ["A"]
+
+
+def test_variables_of_rolls_env_files_are_no_unknown_keys(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("pipeline: agentic\nsequence_length: 64\ndefault_history_length: 5\n")
+    assert load_config(path, warn=False).ignored == ("default_history_length",)
+    text = "custom_envs: {A: {history_length: '${default_history_length}'}}\n"
+    path.write_text(path.read_text() + text + "train_env_manager: {tags: [A]}\neval_steps: 0\n")
+    loaded = load_config(path, warn=False)
+    assert loaded.ignored == () and loaded.config.env_template("A").history_length == 5

@@ -1,4 +1,4 @@
-"""Environments of other libraries: `gymnasium:Taxi-v4`, `gem:game:GuessTheNumber-v0`.
+"""Environments of other libraries: `gymnasium:Taxi-v4`, and GEM's own ids such as `game:GuessTheNumber-v0`.
 
 A gymnasium environment is text-like if its actions are a number or a text. Its observation becomes text: the `ansi`
 rendering if it has one, otherwise the observation itself, written out. GEM's environments speak our protocol already.
@@ -18,6 +18,8 @@ from roll.pipeline.agentic.env.answers import answer_with
 from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, find_groups, parse_action
 
 _MAX_TEXT = 2000
+# By its own list of requirements gem-llm replaces the antlr4 runtime with one that OmegaConf cannot use.
+GEM_INSTALL = "pip install --no-deps gem-llm==0.0.4 && pip install nltk==3.9.1 reasoning-gym==0.1.23"
 
 
 class GymnasiumEnv(Env):
@@ -116,11 +118,20 @@ class GymnasiumEnv(Env):
 
 
 class GemEnv(Env):
-    """A GEM environment: `gem.make(env_id, **config)`, with a `success` metric where its info does not have one."""
+    """A GEM environment: `gem.make(env_id, **config)`, with a `success` metric where its info does not have one.
+
+    It has `sample_random_action` if, and only if, GEM's environment has one of its own.
+    """
 
     def __init__(self, env_id: str, **config: Any) -> None:
-        gem = _library("gem", "pip install gem-llm")
-        self._env: Any = gem.make(env_id, **config)
+        self._wrap(_library("gem", GEM_INSTALL).make(env_id, **config))
+
+    def _wrap(self, env: Any) -> None:
+        self._env = env
+        inherited = getattr(_library("gem", GEM_INSTALL), "Env", None)
+        own = getattr(type(env), "sample_random_action", None)
+        if own is not None and own is not getattr(inherited, "sample_random_action", None):
+            self.sample_random_action = lambda: str(env.sample_random_action())
 
     def reset(self, seed: int | None = None) -> Reset:
         observation, info = self._env.reset(seed=seed)
@@ -133,14 +144,30 @@ class GemEnv(Env):
         info["metrics_agg_mode"] = {"success": "last", **info.get("metrics_agg_mode", {})}
         return observation, float(reward), bool(terminated), bool(truncated), info
 
-    def sample_random_action(self) -> str:
-        """A valid answer, for the random proxy."""
-        return str(self._env.sample_random_action())
-
     def close(self) -> None:
         close = getattr(self._env, "close", None)
         if close is not None:
             close()
+
+
+class GemQaEnv(GemEnv):
+    """ROLL's `roll_qa`: GEM's questions with an answer to be matched, from a dataset of one's own."""
+
+    def __init__(self, **config: Any) -> None:
+        self._wrap(_library("gem.envs.qa_env", GEM_INSTALL).QaEnv(**config))
+
+    def reset(self, seed: int | None = None) -> Reset:
+        # Given a seed, GEM may draw a row behind the last one; without it, it goes on with the row `idx`.
+        if seed is not None:
+            self._env.idx = random.Random(seed).randrange(len(self._env.dataset))
+        return super().reset(None)
+
+
+class GemCodeEnv(GemEnv):
+    """ROLL's `roll_code`: GEM's programming tasks with tests to be passed, from a dataset of one's own."""
+
+    def __init__(self, **config: Any) -> None:
+        self._wrap(_library("gem.envs.code_env", GEM_INSTALL).CodeEnv(**config))
 
 
 def _library(name: str, how: str) -> ModuleType:

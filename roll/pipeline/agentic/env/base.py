@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from roll.exceptions import ConfigError
+
 Info = dict[str, Any]
 Reset = tuple[str, Info]
 Step = tuple[str, float, bool, bool, Info]
@@ -83,3 +85,18 @@ def default_parser_action_func(
     parsed = parse_action(text, action_pattern, (action_lookup or {}).values(), special_token_list or ())
     action = lookup.get(parsed.content.lower()) if action_lookup else parsed.content
     return {"action": action, "action_content": parsed.content, "think_content": parsed.think}
+
+
+def symbols_in_effect(env_id: str, standard: str, grid_lookup: Mapping[int, str] | None) -> list[str]:
+    """The symbols of a board, each `standard` one or what ROLL's `grid_lookup` has under its number."""
+    unknown = [number for number in grid_lookup or {} if number not in range(len(standard))]
+    if unknown:
+        raise ConfigError(f"{env_id}: grid_lookup: found {unknown}, expected numbers from 0 to {len(standard) - 1}")
+    return [(grid_lookup or {}).get(number, symbol) for number, symbol in enumerate(standard)]
+
+
+def meanings(grid_vocab: Mapping[str, str] | None) -> str:
+    """A sentence that explains symbols, behind a space; nothing for None."""
+    if grid_vocab is None:
+        return ""
+    return " The symbols are " + ", ".join(f"{symbol}: {meaning}" for symbol, meaning in grid_vocab.items()) + "."

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from roll.pipeline.agentic.env.answers import answer_with
 from roll.pipeline.agentic.env.base import Env, Info, Reset, Step
-from roll.pipeline.agentic.env.problems import Problem, Problems
+from roll.pipeline.agentic.env.problems import Problem, Problems, dataset_file
 from roll.utils.scoring.pool import ScorePool
 
 
@@ -28,6 +28,9 @@ class MathEnv(Env):
 
     Args:
         file: problems, with columns `prompt` and `ground_truth`; sums are made up if left out.
+        dataset_name: ROLL's name for `file`. What is on the Hugging Face hub has to be downloaded first.
+        split: of a folder with files of several splits, the one to read.
+        question_key, answer_key: columns with other names.
         digits, num_operands, operators: what sums look like.
         answer_pattern: where the answer stands; an answer that does not match gets `format_penalty`. If left out, it is
             looked for as math-verify does: in a box, or the last expression.
@@ -39,6 +42,10 @@ class MathEnv(Env):
         self,
         *,
         file: str | None = None,
+        dataset_name: str | None = None,
+        split: str | None = None,
+        question_key: str | None = None,
+        answer_key: str | None = None,
         digits: int = 2,
         num_operands: int = 2,
         operators: Sequence[str] = ("+",),
@@ -47,7 +54,15 @@ class MathEnv(Env):
         timeout_s: float = 10.0,
         env_instruction: str | None = None,
     ) -> None:
-        self.problems = Problems(file=file, digits=digits, num_operands=num_operands, operators=operators)
+        if file is None and dataset_name is not None:
+            file = dataset_file(dataset_name, split)
+        self.problems = Problems(
+            file=file,
+            columns=(question_key, answer_key),
+            digits=digits,
+            num_operands=num_operands,
+            operators=operators,
+        )
         self.answer_pattern, self.format_penalty, self.timeout_s = answer_pattern, format_penalty, timeout_s
         self.instruction = "Solve the problem." if env_instruction is None else env_instruction
         self._pool = _pool(timeout_s)

@@ -7,6 +7,7 @@ import operator
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from roll.datasets.files import load_table
@@ -25,11 +26,17 @@ class Problem:
 class Problems:
     """A source of problems: `file` if there is one, otherwise sums of `num_operands` numbers of up to `digits` digits.
 
-    A file has the columns `prompt` (or `question`, `problem`) and `ground_truth` (or `answer`).
+    A file has the columns `prompt` (or `question`, `problem`) and `ground_truth` (or `answer`), or those of `columns`.
     """
 
     def __init__(
-        self, *, file: str | None = None, digits: int = 2, num_operands: int = 2, operators: Sequence[str] = ("+",)
+        self,
+        *,
+        file: str | None = None,
+        columns: tuple[str | None, str | None] = (None, None),
+        digits: int = 2,
+        num_operands: int = 2,
+        operators: Sequence[str] = ("+",),
     ) -> None:
         unknown = [name for name in operators if name not in OPERATORS]
         if unknown or not operators:
@@ -37,7 +44,7 @@ class Problems:
         if digits < 1 or num_operands < 2:
             raise ConfigError(f"found digits {digits} and num_operands {num_operands}, expected at least 1 and 2")
         self.digits, self.num_operands, self.operators = digits, num_operands, tuple(operators)
-        self.rows = None if file is None else _rows_of(file)
+        self.rows = None if file is None else _rows_of(file, *columns)
 
     def draw(self, seed: int | None) -> Problem:
         """The problem of a seed."""
@@ -66,14 +73,36 @@ def _value(numbers: list[int], names: list[str]) -> int:
 
 
 @functools.lru_cache(maxsize=8)  # the environments of one process share it
-def _rows_of(file: str) -> tuple[Problem, ...]:
+def _rows_of(file: str, question_key: str | None, answer_key: str | None) -> tuple[Problem, ...]:
+    questions = _QUESTION if question_key is None else (question_key,)
+    answers = _ANSWER if answer_key is None else (answer_key,)
     table = load_table(file)
     problems = []
     for index in range(len(table)):
         row = table[index]
-        question, answer = _pick(row, _QUESTION, file), _pick(row, _ANSWER, file)
-        problems.append(Problem(str(question), str(answer)))
+        problems.append(Problem(str(_pick(row, questions, file)), str(_pick(row, answers, file))))
     return tuple(problems)
+
+
+def dataset_file(name: str, split: str | None) -> str:
+    """What `load_table` reads for the `dataset_name` and `split` of a ROLL file.
+
+    Raises:
+        ConfigError: `name` is neither a file nor a folder here, as names of the Hugging Face hub are not.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f'dataset_name: found "{name}", which is no file or folder here; download it, for example with `hf '
+            f"download {name} --repo-type dataset --local-dir {path.name}`, and name the folder"
+        )
+    if split is None or not path.is_dir():
+        return str(path)
+    folders = [folder for folder in (path, path / "data") if any(folder.glob(f"{split}*"))]
+    if not folders:
+        raise ConfigError(f'split: found "{split}", but {path} has no file or folder whose name begins with it')
+    saved = folders[0] / split
+    return str(saved if saved.is_dir() else folders[0] / f"{split}*")
 
 
 def _pick(row: Any, names: Sequence[str], file: str) -> Any:

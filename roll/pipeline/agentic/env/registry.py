@@ -4,6 +4,7 @@ register("my_game", "my_package.games:MyGame")       # or the class itself
 env = make("my_game", size=4)                        # MyGame(size=4)
 env = make("my_package.games.MyGame", size=4)        # the same without registering
 env = make("gymnasium:Taxi-v3")                      # through an adapter
+env = make("game:GuessTheNumber-v0")                 # one of GEM's, by GEM's own id
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+from roll.configs.unsupported import UNSUPPORTED_ENVIRONMENTS
 from roll.exceptions import ConfigError
 from roll.utils.import_utils import import_from
 
@@ -25,12 +27,16 @@ _BUILT_IN: dict[str, EntryPoint] = {
     "tool_task": f"{_HERE}.tool_task:ToolTaskEnv",
     "math": f"{_HERE}.math_env:MathEnv",
     "roll_math": f"{_HERE}.math_env:MathEnv",
+    "roll_qa": f"{_HERE}.adapters:GemQaEnv",
+    "roll_code": f"{_HERE}.adapters:GemCodeEnv",
 }
 # `prefix:rest` makes adapter(rest, **config).
 _ADAPTERS: dict[str, EntryPoint] = {
     "gymnasium": f"{_HERE}.adapters:GymnasiumEnv",
     "gem": f"{_HERE}.adapters:GemEnv",
 }
+# What stands before the colon in the ids of GEM's own environments.
+_GEM_FAMILIES = ("game", "math", "rg", "qa", "code", "logic", "eval")
 _registered: dict[str, EntryPoint] = dict(_BUILT_IN)
 
 
@@ -53,13 +59,17 @@ def entry_point_of(env_id: str) -> tuple[EntryPoint, tuple[str, ...]]:
     prefix, colon, rest = env_id.partition(":")
     if colon and prefix in _ADAPTERS:
         return _ADAPTERS[prefix], (rest,)
+    if colon and prefix in _GEM_FAMILIES:
+        return _ADAPTERS["gem"], (env_id,)
     if colon or "." in env_id:
         return env_id, ()
+    if env_id in UNSUPPORTED_ENVIRONMENTS:
+        raise ConfigError(f"the environment {env_id!r} is not built yet: {UNSUPPORTED_ENVIRONMENTS[env_id]}")
     near = get_close_matches(env_id, _registered, n=1)
     raise ConfigError(
         f"there is no environment {env_id!r}{f'; did you mean {near[0]!r}?' if near else '.'} Known are "
         f"{', '.join(registered_ids())}, dotted paths such as my_package.games.MyGame, and "
-        + ", ".join(f"{prefix}:ID" for prefix in _ADAPTERS)
+        + ", ".join(f"{prefix}:ID" for prefix in (*_ADAPTERS, *_GEM_FAMILIES))
     )
 
 

@@ -15,11 +15,11 @@ A malformed answer adds `format_penalty` to the cost of a step and changes nothi
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.env.answers import answer_with
-from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, parse_action
+from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, meanings, parse_action, symbols_in_effect
 
 Cell = tuple[int, int]
 
@@ -45,6 +45,10 @@ class SokobanEnv(Env):
         action_pattern: where the action stands in the answer.
         separator: between the cells of a row.
         actions: names of the four actions, in the order up, down, left, right.
+        action_lookup: ROLL's form of `actions`, by the numbers 1 to 4.
+        grid_lookup: other symbols by ROLL's numbers: 0 wall, 1 floor, 2 target, 3 box on a target, 4 box, 5 player,
+            6 player on a target.
+        grid_vocab: what symbols mean; stands behind the rules.
         env_instruction: the rules as the policy reads them; "" leaves them out.
     """
 
@@ -63,6 +67,9 @@ class SokobanEnv(Env):
         action_pattern: str = r"<answer>(.*?)</answer>",
         separator: str = " ",
         actions: Sequence[str] = ACTIONS,
+        action_lookup: Mapping[int, str] | None = None,
+        grid_lookup: Mapping[int, str] | None = None,
+        grid_vocab: Mapping[str, str] | None = None,
         env_instruction: str | None = None,
     ) -> None:
         if len(dim_room) != 2 or min(dim_room) < 4 or max(dim_room) < 5:
@@ -73,6 +80,8 @@ class SokobanEnv(Env):
             raise ConfigError(
                 f"sokoban: num_boxes: found {num_boxes}, expected 1 to {room // 4} in a room of {room} cells"
             )
+        if action_lookup is not None:
+            actions = [action_lookup[number] for number in sorted(action_lookup)]
         if len(actions) != len(_MOVES):
             raise ConfigError(f"sokoban: actions: found {list(actions)}, expected names for up, down, left, right")
         self.rows, self.columns = int(dim_room[0]), int(dim_room[1])
@@ -81,11 +90,14 @@ class SokobanEnv(Env):
         self.step_penalty, self.box_reward = step_penalty, box_reward
         self.done_reward, self.format_penalty = done_reward, format_penalty
         self.action_pattern, self.separator, self.actions = action_pattern, separator, tuple(actions)
+        self.ACTION_LOOKUP = dict(enumerate(self.actions, start=1))
+        self._symbols = symbols_in_effect("sokoban", "#_OVXPS", grid_lookup)
+        wall, _, target, _, box, player, _ = self._symbols
         rules = (
-            "Push every box (X) onto a target (O). Boxes can be pushed, one at a time, and not pulled. "
-            f"P is you, # is a wall. The actions are {', '.join(self.actions)}."
+            f"Push every box ({box}) onto a target ({target}). Boxes can be pushed, one at a time, and not pulled. "
+            f"{player} is you, {wall} is a wall. The actions are {', '.join(self.actions)}."
         )
-        self.instruction = rules if env_instruction is None else env_instruction
+        self.instruction = (rules if env_instruction is None else env_instruction) + meanings(grid_vocab)
         self.floor: frozenset[Cell] = frozenset()
         self.targets: frozenset[Cell] = frozenset()
         self.boxes: set[Cell] = set()
@@ -210,11 +222,12 @@ class SokobanEnv(Env):
         )
 
     def _symbol(self, cell: Cell) -> str:
+        wall, floor, target, box_on_target, box, player, player_on_target = self._symbols
         is_target = cell in self.targets
         if cell == self.player:
-            return "S" if is_target else "P"
+            return player_on_target if is_target else player
         if cell in self.boxes:
-            return "V" if is_target else "X"
+            return box_on_target if is_target else box
         if cell not in self.floor:
-            return "#"
-        return "O" if is_target else "_"
+            return wall
+        return target if is_target else floor

@@ -8,7 +8,10 @@ from roll.pipeline.rlvr.rewards.pool_reward_worker import PoolRewardWorker
 
 
 class GeneralRuleRewardWorker(PoolRewardWorker):
-    """1 if all instructions of a row are followed; with `reward_type: fraction` the share that is."""
+    """1 if all instructions of a row are followed; with `reward_type: fraction` the share that is.
+
+    ROLL's files have `reward_type: soft` here, which ROLL's worker does not read: it is 1 or 0, too.
+    """
 
     function = "roll.pipeline.rlvr.rewards.ifeval_checks:score"
     reward_types = ("fraction",)

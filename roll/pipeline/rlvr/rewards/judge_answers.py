@@ -1,4 +1,4 @@
-"""A score from a language model behind an OpenAI-compatible address.
+"""A score from a language model that judges, behind an OpenAI-compatible address or in this run.
 
 The judge is asked for a verdict; what it says is the score. An outage, a refusal or an answer without a verdict is an
 exception or None, which drops the sample: it never looks like a wrong answer.
@@ -26,6 +26,9 @@ Response:
 
 Think briefly, then end with a line "Verdict: YES" or "Verdict: NO"."""
 
+# ROLL's names of prompts. Like the one that stands there, it asks for YES or NO.
+PROMPTS = {"Qwen2.5-7B-Instruct-RLVR-prompt": DEFAULT_PROMPT}
+
 _VERDICTS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
 _WORDS = "|".join((*_VERDICTS, r"-?\d+(?:\.\d+)?"))
 _WORTH_A_RETRY = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -45,11 +48,17 @@ def score(
     **row: Any,
 ) -> float | None:
     """The judge's verdict, as a number: YES is 1, NO is 0, a number is itself. None if there is no verdict."""
-    values = {"prompt": prompt, "response": response, "ground_truth": str(ground_truth)}
-    # In one pass: a placeholder that the response itself contains stays what it is.
-    question = re.sub(r"\{(prompt|response|ground_truth)\}", lambda match: values[match[1]], template or DEFAULT_PROMPT)
+    question = question_for(template, prompt, response, ground_truth)
     answer = ask(question, url=url, model=model, api_key=api_key, timeout_s=timeout_s)
     return read_verdict(answer)
+
+
+def question_for(template: str | None, prompt: str, response: str, ground_truth: Any) -> str:
+    """What the judge is asked: the template, a text or a name of ROLL's, with its places filled."""
+    template = PROMPTS.get(template or "", template) or DEFAULT_PROMPT
+    values = {"prompt": prompt, "response": response, "ground_truth": str(ground_truth)}
+    # In one pass: a placeholder that the response itself contains stays what it is.
+    return re.sub(r"\{(prompt|response|ground_truth)\}", lambda match: values[match[1]], template)
 
 
 def ask(question: str, *, url: str, model: str | None, api_key: str | None, timeout_s: float) -> str:

@@ -44,6 +44,11 @@ class PoolRewardWorker(Worker):
         return {}
 
     @classmethod
+    def reward_of(cls, score: Score) -> float | None:
+        """What is trained on, before the penalty for length: the score itself, unless a subclass tells them apart."""
+        return score.value
+
+    @classmethod
     def num_processes(cls, world_size: int) -> int:
         """Processes of one worker: its share of the processors that there are for this process."""
         return max(1, min(_MAX_PROCESSES, given_processors()) // world_size)
@@ -76,15 +81,20 @@ class PoolRewardWorker(Worker):
         """Score every row.
 
         Returns:
-            `scores` (B,): the function's, NaN for rows to be dropped; `response_level_rewards` (B,): the same less
-            `response_length_penalty_coef` a token; `token_level_rewards` (B, S-1): zeros; the object columns
+            `scores` (B,): the function's, NaN for rows to be dropped; `response_level_rewards` (B,): `reward_of` them
+            less `response_length_penalty_coef` a token; `token_level_rewards` (B, S-1): zeros; the object columns
             `reward_parts` (a dict a row) and `drop_reason` (None, or why the row has no score).
         """
         started = time.monotonic()
-        rows = text_rows(data, self.tokenizer)
-        result = reward_columns(data, self.pool.score(rows), self.worker_config.response_length_penalty_coef)
+        scores = self.scores(text_rows(data, self.tokenizer))
+        rewards = [self.reward_of(score) for score in scores]
+        result = reward_columns(data, scores, self.worker_config.response_length_penalty_coef, rewards)
         result.meta_info["metrics"] = {f"time/{self.cluster_name}/compute_rewards/total": time.monotonic() - started}
         return result
+
+    def scores(self, rows: list[dict[str, Any]]) -> list[Score]:
+        """The score of each row."""
+        return self.pool.score(rows)
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
     async def compute_rewards_aside(self, data: DataProto) -> DataProto:
@@ -121,14 +131,22 @@ def _selected(ids_BS: np.ndarray, mask_BS: np.ndarray) -> list[list[int]]:
     return [ids[mask].tolist() for ids, mask in zip(ids_BS, mask_BS, strict=True)]
 
 
-def reward_columns(data: DataProto, scores: Sequence[Score], length_penalty: float = 0.0) -> DataProto:
-    """Scores as the columns that `compute_rewards` returns."""
-    scores_B = torch.tensor([float("nan") if score.value is None else score.value for score in scores])
-    rewards_B = scores_B
+def reward_columns(
+    data: DataProto,
+    scores: Sequence[Score],
+    length_penalty: float = 0.0,
+    rewards: Sequence[float | None] | None = None,
+) -> DataProto:
+    """Scores, and rewards where they are not the same, as the columns that `compute_rewards` returns."""
+    values = [score.value for score in scores]
+    scores_B, rewards_B = (
+        torch.tensor([float("nan") if value is None else value for value in column])
+        for column in (values, values if rewards is None else rewards)
+    )
     parts = [dict(score.parts) for score in scores]
     if length_penalty:
         penalty_B = length_penalty * data["response_mask"].sum(-1).float()
-        rewards_B = scores_B - penalty_B
+        rewards_B = rewards_B - penalty_B
         for part, penalty in zip(parts, penalty_B.tolist(), strict=True):
             part["length_penalty"] = -penalty
     tensors = {

@@ -7,6 +7,7 @@ import pytest
 
 from roll.exceptions import ConfigError, MissingDependencyError
 from roll.pipeline.agentic.env.adapters import GymnasiumEnv
+from roll.pipeline.agentic.env.env_check import check_env
 from roll.pipeline.agentic.env.registry import make
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -117,8 +118,17 @@ def test_gem_environments_are_passed_through(monkeypatch):
         def sample_random_action(self):
             return "\\boxed{1}"
 
-    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=lambda env_id, **config: Game(**config)))
+    made = []
+
+    def gem_make(env_id, **config):
+        made.append(env_id)
+        return Game(**config)
+
+    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=gem_make))
+    for prefix in ("game", "math", "rg", "qa", "code", "logic"):
+        assert make(f"{prefix}:Thing-v0", size=2).reset(1)[0] == "size 2"
     env = make("gem:game:Thing-v0", size=4)
+    assert made == [f"{prefix}:Thing-v0" for prefix in ("game", "math", "rg", "qa", "code", "logic", "game")]
     assert env.reset(1) == ("size 4", {"suffix": "?"})
     assert env.sample_random_action() == "\\boxed{1}"
     observation, reward, terminated, truncated, info = env.step("x")
@@ -129,8 +139,27 @@ def test_gem_environments_are_passed_through(monkeypatch):
 
 def test_a_library_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "gem", None)
-    with pytest.raises(MissingDependencyError, match="pip install gem-llm"):
-        make("gem:game:Thing-v0")
+    for env_id in ("gem:game:Thing-v0", "rg:letter_counting", "roll_qa", "roll_code"):
+        with pytest.raises(MissingDependencyError, match=r"needs gem.*: pip install --no-deps gem-llm"):
+            make(env_id)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingDependencyError, match=r"roll-rl\[envs\]"):
         make("gymnasium:Taxi-v4")
+
+
+def test_games_of_the_real_gem():
+    pytest.importorskip("gem")
+    report = check_env("game:GuessTheNumber-v0", {"min_number": 1, "max_number": 20, "max_turns": 9}, range(3))
+    assert report.ok and report.is_deterministic, str(report)
+    tasks = check_env("rg:letter_counting", {"size": 50, "seed": 42}, range(3))
+    assert tasks.ok and "no sample_random_action" in tasks.notes[0], str(tasks)
+
+
+def test_questions_of_the_real_gem_come_from_ones_own_data():
+    pytest.importorskip("gem")
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"problem": "2+2?", "answer": "4"}])
+    env = make("roll_qa", dataset=rows, question_key="problem", answer_key="answer")
+    assert "2+2?" in env.reset(0)[0]
+    *_, info = env.step("<answer>4</answer>")
+    assert info["metrics"]["success"]

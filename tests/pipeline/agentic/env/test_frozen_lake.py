@@ -75,3 +75,32 @@ def test_options_that_make_no_sense():
         FrozenLakeEnv(size=1)
     with pytest.raises(ConfigError, match="expected names for left, down, right, up"):
         FrozenLakeEnv(actions=["L", "R"])
+
+
+def test_the_map_before_the_first_reset_comes_from_map_seed():
+    env = FrozenLakeEnv(map_seed=42)  # ROLL's argument, with its size of 4
+    twin = FrozenLakeEnv(size=4, map_seed=42)
+    others = {FrozenLakeEnv(map_seed=seed).step("")[0] for seed in range(8)}
+    assert env.step("")[0] == twin.step("")[0] and len(others) > 3
+    assert len(env.step("")[0].splitlines()) == 4
+    # A reset goes by its own seed alone.
+    assert env.reset(seed=7)[0] == FrozenLakeEnv(size=4).reset(seed=7)[0]
+    action = f"<answer>{env.ACTION_LOOKUP[0]}</answer>"
+    assert env.step(action)[4]["metrics"]["action_is_valid"]
+
+
+def test_symbols_and_actions_as_roll_names_them():
+    env = FrozenLakeEnv(
+        grid_lookup={0: "@", 2: "H"},
+        grid_vocab={"@": "you", "H": "hole"},
+        action_lookup={0: "West", 1: "South", 2: "East", 3: "North"},
+    )
+    observation, info = env.reset(seed=0)
+    assert observation == "@ _ _ _\n_ H _ H\n_ _ _ H\nH _ _ G"
+    assert info["env_instruction"] == (
+        "Move the player @ over the ice (_) to the goal (G) without falling into a hole (H). "
+        "The actions are West, South, East, North. The symbols are @: you, H: hole."
+    )
+    assert env.step(answer("South"))[0].startswith("_ _ _ _\n@")
+    with pytest.raises(ConfigError, match=r"grid_lookup: found \[6\], expected numbers from 0 to 5"):
+        FrozenLakeEnv(grid_lookup={6: "x"})

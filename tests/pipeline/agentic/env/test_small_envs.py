@@ -239,3 +239,19 @@ def test_bad_tools():
 )
 def test_answers_that_a_pattern_accepts(pattern, expected):
     assert answer_with(pattern, "5") == expected
+
+
+def test_math_from_a_dataset_folder_as_roll_names_it(tmp_path):
+    (tmp_path / "data").mkdir()
+    for split, number in (("train", 1), ("test", 2)):
+        rows = f'{{"problem": "{number}+1", "solution": "{number + 1}", "answer": "no"}}\n'
+        (tmp_path / "data" / f"{split}-00000.jsonl").write_text(rows)
+    keys = {"question_key": "problem", "answer_key": "solution"}
+    for split, question, right in (("train", "1+1", "2"), ("test", "2+1", "3")):
+        env = make("roll_math", dataset_name=str(tmp_path), split=split, **keys)
+        assert env.reset(0)[0] == question
+        assert env.step(f"\\boxed{{{right}}}")[1] == 1.0
+    with pytest.raises(ConfigError, match=r'split: found "val"'):
+        make("roll_math", dataset_name=str(tmp_path), split="val")
+    with pytest.raises(ConfigError, match=r"open-r1/DAPO.* is no file or folder here; download it"):
+        make("roll_math", dataset_name="open-r1/DAPO-Math-17k")

@@ -144,3 +144,16 @@ def test_levels_differ_and_names_can_be_chosen():
 def test_bad_configs(config, message):
     with pytest.raises(ConfigError, match=message):
         make("sokoban", **config)
+
+
+def test_symbols_as_roll_names_them():
+    symbols = {0: "W", 1: ".", 2: "G", 3: "C", 4: "B", 5: "A", 6: "@"}
+    plain, renamed = SokobanEnv(), SokobanEnv(grid_lookup=symbols, grid_vocab={"W": "wall"})
+    table = str.maketrans(dict(zip("#_OVXPS", symbols.values(), strict=True)))
+    for seed in range(5):
+        assert renamed.reset(seed)[0] == plain.reset(seed)[0].translate(table)
+    assert renamed.instruction.startswith("Push every box (B) onto a target (G).")
+    assert renamed.instruction.endswith(
+        "A is you, W is a wall. The actions are Up, Down, Left, Right. The symbols are W: wall."
+    )
+    assert renamed.ACTION_LOOKUP == {1: "Up", 2: "Down", 3: "Left", 4: "Right"}

@@ -66,6 +66,12 @@ def test_a_template_of_ones_own_is_filled_in_once(judge):
     assert judge.requests[0][1]["messages"][0]["content"] == "Capital of France?|{ground_truth}|Paris"
 
 
+def test_a_prompt_by_its_name_in_roll(judge):
+    assert score(**ROW, url=judge.url, template="Qwen2.5-7B-Instruct-RLVR-prompt") == 1.0
+    question = judge.requests[0][1]["messages"][0]["content"]
+    assert "Capital of France?" in question and "Verdict: YES" in question
+
+
 def test_a_short_outage_is_waited_out(judge):
     judge.failures = 1
     assert score(**ROW, url=judge.url) == 1.0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from process_checks import eventually, marked
-from tiny_models import make_model_folder, tiny_tokenizer
+from tiny_models import make_model_folder, tiny_model, tiny_tokenizer
 
 from roll.configs.model_args import ModelArguments
 from roll.distributed.executor.cluster import Cluster
@@ -17,6 +17,7 @@ from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import FUNCTION_REWARD_WORKER, RewardConfig, RLVRConfig
 
 REWARDS = "roll.pipeline.rlvr.rewards"
+JUDGE = f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker"
 SCORE = """
 def score(prompt, response, ground_truth, **row):
     if response == "hang":
@@ -153,6 +154,53 @@ def test_a_judge_that_is_down_drops_everything(folder):
     cluster.execute_all_sync("close")
 
 
+def test_what_is_trained_on_may_differ_from_the_score(folder):
+    worker = f"{REWARDS}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker"
+    cluster = make_cluster(folder, worker_cls=worker, reward_type="soft", response_length_penalty_coef=0.1)
+    responses = ["B", r"\boxed{A}", "it is B it is B it is B"]
+    result = cluster.compute_rewards(make_batch([("?", text) for text in responses], ground_truth=["B", "B", ""]))
+    assert result.batch["scores"].tolist()[:2] == [1.0, 0.0]
+    # Right without a box 0.5, wrong in a box -0.5; one character is a token, and the end is one more.
+    torch.testing.assert_close(
+        result.batch["response_level_rewards"], torch.tensor([0.5 - 0.2, -0.5 - 1.0, math.nan]), equal_nan=True
+    )
+    assert list(result.non_tensor_batch["drop_reason"]) == [None, None, "none"]
+    cluster.execute_all_sync("close")
+
+
+def test_a_judge_of_this_role(folder, tmp_path):
+    """A model that goes by the last character alone: a -> YES, b -> NO, c -> ?"""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tied=False, hidden_size=128, head_dim=64)
+    follows = {"a": "Y", "Y": "E", "E": "S", "b": "N", "N": "O", "c": "?"}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(model.config.vocab_size, 128))
+        model.model.norm.weight.fill_(1.0)
+        for token in range(len(tokenizer)):
+            text = follows.get(tokenizer.decode([token]))
+            after = tokenizer.eos_token_id if text is None else tokenizer.convert_tokens_to_ids(text)
+            model.lm_head.weight[after, token] = 1.0
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    values = {
+        "worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker",
+        "judge_model_type": "inference",
+        "judge_prompt": "{prompt} {ground_truth} {response}",
+        "model_args": {"model_name_or_path": str(tmp_path), "dtype": "fp32"},
+        "strategy_args": {"strategy_name": "hf_infer"},
+        "generating_args": {"max_new_tokens": 8, "do_sample": False},
+        "data_args": {"template": "base"},
+    }
+    check_rewards(RLVRConfig(prompt_length=8, response_length=8, rewards={"math": values}))
+    cluster = make_cluster(folder, **values)
+    result = cluster.compute_rewards(make_batch([("?", text) for text in "abca"], ground_truth=list("xxxx")))
+    torch.testing.assert_close(result.batch["scores"], torch.tensor([1.0, 0.0, math.nan, 1.0]), equal_nan=True)
+    assert list(result.non_tensor_batch["drop_reason"]) == [None, None, "none", None]
+    cluster.execute_all_sync("close")
+
+
 def test_a_reward_model(folder):
     cluster = make_cluster(
         folder,
@@ -192,7 +240,18 @@ def test_the_config_of_a_reward(reward_file, monkeypatch):
         ({"reward_fn": "nowhere.py:score"}, r"rewards.math.reward_fn: 'nowhere.py:score': there is no file"),
         ({"reward_fn": "json:lods"}, "rewards.math.reward_fn: .* did you mean 'loads'"),
         ({"worker_cls": "no.such.Worker"}, r"rewards.math: 'no.such.Worker': there is no module 'no'"),
-        ({"worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker"}, "judge_api_url: missing"),
+        ({"worker_cls": JUDGE}, "judge_api_url: missing"),
+        ({"worker_cls": JUDGE, "judge_model_type": "cluster"}, 'found "cluster", expected "api".* or "inference"'),
+        ({"worker_cls": JUDGE, "judge_model_type": "inference"}, "strategy_name: found no strategy, expected hf_infer"),
+        (
+            {"worker_cls": JUDGE, "judge_model_type": "inference", "strategy_args": {"strategy_name": "hf_infer"}},
+            "generating_args: missing",
+        ),
+        ({"worker_cls": JUDGE, "judge_prompt": "my-prompt"}, "judge_prompt: has no {response}"),
+        (
+            {"worker_cls": f"{REWARDS}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker"},
+            "reward_type: found null, expected one of loose, soft, strict",
+        ),
         (
             {
                 "worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker",
