@@ -10,11 +10,11 @@ from roll.pipeline.rlvr.rewards.pool_reward_worker import PoolRewardWorker
 class GeneralRuleRewardWorker(PoolRewardWorker):
     """1 if all instructions of a row are followed; with `reward_type: fraction` the share that is.
 
-    ROLL's files have `reward_type: soft` here, which ROLL's worker does not read: it is 1 or 0, too.
+    ROLL's files write `reward_type: soft` (or loose, strict) here; as in ROLL they mean 1 or 0, like null.
     """
 
     function = "roll.pipeline.rlvr.rewards.ifeval_checks:score"
-    reward_types = ("fraction",)
+    reward_types = ("fraction", "loose", "soft", "strict")
 
     @classmethod
     def options_of(cls, reward_config: Any) -> dict[str, Any]:

@@ -254,13 +254,6 @@ def test_the_config_of_a_reward(reward_file, monkeypatch):
         ),
         (
             {
-                "worker_cls": f"{REWARDS}.llm_judge_reward_worker.LLMJudgeRewardWorker",
-                "judge_model_type": "inference",
-            },
-            'judge_model_type: found "inference"',
-        ),
-        (
-            {
                 "worker_cls": f"{REWARDS}.code_sandbox_reward_worker.CodeSandboxRewardWorker",
                 "reward_type": "fractoin",
             },
