@@ -277,8 +277,8 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         printed = [next(program.stdout)]
         while "READY" not in printed[-1]:
             printed.append(next(program.stdout))
-        # Nothing but the program's own line: no banner, no warning.
-        assert printed == ["READY\n"]
+        # Nothing but the program's own line: no banner, and no warning but that a busy machine takes its time.
+        assert [line for line in printed if "still waiting for the processes of" not in line] == ["READY\n"]
         children = psutil.Process(program.pid).children(recursive=True)
         assert len([child for child in children if "GroupWorker" in child.name()]) == 2
         os.killpg(program.pid, signal.SIGINT)
