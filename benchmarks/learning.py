@@ -67,7 +67,6 @@ RECIPES = {
     "frozen_lake_segment": Recipe(greedy=1.0, sampled=0.9),
     "frozen_lake_random": Recipe(greedy=0.8),
     "guess_number": Recipe(greedy=0.8),
-    "sokoban_gigpo": Recipe(greedy=0.8),
 }
 
 ARITHMETIC = {
