@@ -66,8 +66,7 @@ RECIPES = {
     "frozen_lake_reinforce": Recipe(greedy=1.0, sampled=0.9),
     "frozen_lake_segment": Recipe(greedy=1.0, sampled=0.9),
     "frozen_lake_random": Recipe(greedy=0.8),
-    "guess_number": Recipe(greedy=0.8),
-    "sokoban_gigpo": Recipe(greedy=0.8),
+    "guess_number": Recipe(greedy=0.7, sampled=0.65),
 }
 
 ARITHMETIC = {
@@ -205,11 +204,11 @@ def run_apart(name: str, seed: int, arithmetic: str, args: argparse.Namespace) -
         print(f"{title}  failed:\n{done.stderr}", flush=True)
         return {**run, "error": done.stderr}
     run |= json.loads(done.stdout.strip().splitlines()[-1])
-    run["learned"] = RECIPES[name].learned(run)
     greedy, sampled = run["greedy"], run["sampled"]
+    verdict = "learned" if RECIPES[name].learned(run) else "not learned"
     print(
         f"{title}  greedy {greedy[0]:.3f} -> {greedy[-1]:.3f}  {curve(greedy)}  sampled {sampled[0]:.3f} -> "
-        f"{statistics.mean(sampled[-5:]):.3f}  {run['seconds']:.0f} s  {'' if run['learned'] else 'not '}learned",
+        f"{statistics.mean(sampled[-5:]):.3f}  {run['seconds']:.0f} s  {verdict}",
         flush=True,
     )
     return run
@@ -240,7 +239,7 @@ def summary(name: str, runs: list[dict[str, Any]]) -> list[str]:
     return [
         name,
         asked,
-        f"{sum(run['learned'] for run in ended)} of {len(runs)}",
+        f"{sum(map(RECIPES[name].learned, ended))} of {len(runs)}",
         f"{min(before):.2f} to {max(before):.2f}",
         f"{min(after):.3f}, {statistics.median(after):.3f}",
         f"{min(sampled):.3f}, {statistics.median(sampled):.3f}",

@@ -53,8 +53,9 @@ def test_all_of_it_learns_and_says_so(tmp_path):
     outcomes = demo.run_demo(tmp_path / "demo", everything=True, console=Console(file=output, width=120))
     learned = {outcome.stage.name: (outcome.before, outcome.after) for outcome in outcomes}
     assert learned.keys() == {"GRPO", "agentic", "DPO"}
-    assert learned["GRPO"][0] <= 0.6 and learned["GRPO"][1] >= 0.9
-    assert learned["agentic"][0] <= 0.2  # one map, crossed or not: tests/pipeline/agentic/test_learning.py looks closer
+    # The warm start stops at the first validation above 0.35, which may be well above it.
+    assert learned["GRPO"][0] <= 0.8 and learned["GRPO"][1] >= 0.85
+    assert learned["agentic"][0] <= 0.2 and learned["agentic"][1] == 1.0  # one map, crossed or not
     assert learned["DPO"][0] <= 0.6 and learned["DPO"][1] >= 0.9
     text = output.getvalue()
     assert "answer before" in text and "What was learned" in text
