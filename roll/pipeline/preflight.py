@@ -168,10 +168,10 @@ def preflight(config: BaseConfig, machine: Machine | None = None, *, compare_mem
     kind = str(getattr(config, "pipeline", ""))
     if config.pipeline_cls is not None:
         findings.check("pipeline_cls", import_class, str(config.pipeline_cls))
-    if kind == "agentic":
-        _look_at_environments(config, findings)
-    elif getattr(config, "is_replay", False):
+    if getattr(config, "is_replay", False):
         _look_at_dumps(config, findings)
+    elif kind == "agentic":
+        _look_at_environments(config, findings)
     elif kind in DATA_MODULES:
         _look_at_data(config, DATA_MODULES[kind], findings)
         _look_at_rewards(config, findings)

@@ -1,5 +1,6 @@
 """LoRA is peft's LoRA, and switching it off gives the base model back to the last bit."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
 from roll.configs.model_args import ModelArguments
-from roll.exceptions import ConfigError, MissingDependencyError
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.models.lora import (
     adapter_disabled,
     add_lora,
@@ -235,7 +236,7 @@ def test_merging_rounds_once_to_the_dtype_of_the_weight():
 
 def test_missing_peft_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingDependencyError, match=r"roll-rl\[lora\]"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_hint("lora"))):
         add_lora(tiny_model(), ModelArguments(lora_target="q_proj"), is_trainable=True)
 
 

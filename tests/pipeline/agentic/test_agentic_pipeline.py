@@ -206,6 +206,3 @@ def test_what_is_missing_is_said_before_a_run_has_a_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"custom_envs\.Good\.env_type: missing"):
         AgenticPipeline(config, progress=False)
     assert not (tmp_path / "output").exists()
-    config = tiny_pipeline_config(tmp_path, GOOD, reward={})
-    with pytest.raises(ConfigError, match="reward: found a judge, expected null"):
-        AgenticPipeline(config, progress=False)

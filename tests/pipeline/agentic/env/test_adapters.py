@@ -1,11 +1,12 @@
 """Environments of other libraries."""
 
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from roll.exceptions import ConfigError, MissingDependencyError
+from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.pipeline.agentic.env.adapters import GymnasiumEnv
 from roll.pipeline.agentic.env.env_check import check_env
 from roll.pipeline.agentic.env.registry import make
@@ -143,7 +144,7 @@ def test_a_library_that_is_not_there(monkeypatch):
         with pytest.raises(MissingDependencyError, match=r"needs gem.*: pip install --no-deps gem-llm"):
             make(env_id)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(MissingDependencyError, match=r"roll-rl\[envs\]"):
+    with pytest.raises(MissingDependencyError, match=re.escape(install_hint("envs"))):
         make("gymnasium:Taxi-v4")
 
 
