@@ -66,7 +66,7 @@ RECIPES = {
     "frozen_lake_reinforce": Recipe(greedy=1.0, sampled=0.9),
     "frozen_lake_segment": Recipe(greedy=1.0, sampled=0.9),
     "frozen_lake_random": Recipe(greedy=0.8),
-    "guess_number": Recipe(greedy=0.7, sampled=0.65),
+    "guess_number": Recipe(greedy=0.65, sampled=0.65),
 }
 
 ARITHMETIC = {
