@@ -166,7 +166,7 @@ class BaseConfig(ScheduleConfig):
     """Record lengths and rewards of prompts."""
 
     is_offload_states: bool = False
-    """Move models to the CPU's memory between the phases of a step."""
+    """Keep only the models of roles at work on the GPU, the others in the CPU's memory; vLLM keeps what it has."""
 
     is_offload_optimizer_states_in_train_step: Annotated[bool, NoEffect("it is for Megatron")] = False
     """Move optimizer states to the CPU's memory during forward and backward passes."""
