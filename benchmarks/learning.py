@@ -57,7 +57,7 @@ class Recipe:
 RECIPES = {
     "reverse_grpo": Recipe(greedy=0.9),
     "reverse_ppo": Recipe(greedy=0.9),
-    "sort_grpo": Recipe(greedy=0.85),
+    "sort_grpo": Recipe(greedy=0.75),
     "add_grpo": Recipe(greedy=0.8),
     "grpo_minimal": Recipe(greedy=0.9),
     "dpo_tiny": Recipe(greedy=0.95),
