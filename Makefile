@@ -64,11 +64,11 @@ test-slow: $(DEV)  ## the long grids
 	$(BIN)/python -m pytest -m 'slow and not deepspeed and not vllm'
 
 # Last bits of sums differ between processors. These settings give torch and MKL the code of others; where a setting
-# does not name the number of threads it is one, because two test processes share the machine.
+# does not name the number of threads it is one, because two test processes share the machine; threads that wait do not spin.
 test-portable: $(DEV)  ## what is sensitive to arithmetic, under the arithmetic of other processors
 	@set -e; for setting in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 OMP_NUM_THREADS=2; do \
 		echo "== $$setting"; \
-		env OMP_NUM_THREADS=1 $$setting $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'portable and not ray and not slow and not deepspeed and not gpu and not vllm and not browser'; \
+		env OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $$setting $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'portable and not ray and not slow and not deepspeed and not gpu and not vllm and not browser'; \
 	done
 
 test-gpu: $(DEV)  ## on one NVIDIA GPU

@@ -83,6 +83,7 @@ def run(*arguments) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_table_of_files(checkout):
     summary, table = run(checkout, "--markdown").split("\n\n")
     assert table == EXPECTED

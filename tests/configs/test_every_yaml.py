@@ -64,6 +64,7 @@ def prepared(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_valid_once_its_data_are_made(path, prepared, monkeypatch):
     monkeypatch.chdir(prepared)

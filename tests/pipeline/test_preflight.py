@@ -313,6 +313,7 @@ def test_what_is_whole_passes_both(project, name, monkeypatch):
     assert set(checked.memory) >= {"actor_train"}
 
 
+@pytest.mark.slow
 def test_a_valid_config_that_check_passes_trains(project, tmp_path):
     command = [sys.executable, "-m", "roll.cli", "train", "sft.yaml", f"output_dir={tmp_path}", "-q"]
     result = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
