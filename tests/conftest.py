@@ -43,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.portable)
 
 
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """A test that limits the threads of torch, as `roll demo` does on a busy machine, limits no other test: sums over
+    another number of threads differ in their last bits."""
+    torch = sys.modules.get("torch")  # most test files import it, and those that do not stay fast
+    before = None if torch is None else torch.get_num_threads()
+    yield
+    if torch is not None and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture
 def lone_process_group() -> Iterator[None]:
     """For tests that make this process a torch.distributed group of one: afterwards there is none, as before."""

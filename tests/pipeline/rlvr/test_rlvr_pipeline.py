@@ -95,8 +95,11 @@ KILLED = textwrap.dedent(
     import os, signal, sys
     sys.path.insert(0, {tests!r})
     from pathlib import Path
+    import torch
     from rlvr_setup import make_config
     from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
+
+    torch.set_num_threads({threads})  # as in the run that it is compared with
 
     class Killed(RLVRPipeline):
         def train(self, step, batch):
@@ -128,7 +131,8 @@ def test_resume_after_kill_9_in_the_middle_of_a_step(inputs, tmp_path):
     whole = run(inputs, tmp_path / "whole", **options)
     killed_output = str(tmp_path / "killed")
     tests = str(Path(__file__).parents[2])
-    script = KILLED.format(tests=tests, inputs=str(inputs), output=killed_output, options=options)
+    threads = torch.get_num_threads()
+    script = KILLED.format(tests=tests, inputs=str(inputs), output=killed_output, options=options, threads=threads)
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
     killed = tmp_path / "killed" / "run"
