@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from process_checks import eventually
 from rlvr_setup import make_config, make_inputs, make_values, metrics_of, read_rollouts, write_rows
 
