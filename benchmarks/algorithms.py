@@ -86,7 +86,9 @@ def loop_gae(p: Problem) -> tuple[Tensor, Tensor]:
 
 def runs_of(mask_row: Tensor) -> list[list[int]]:
     edges = torch.diff(mask_row.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int())
-    return torch.stack([(edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()], dim=1).tolist()
+    return torch.stack(
+        [(edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()], dim=1
+    ).tolist()
 
 
 def loop_segment_mean(p: Problem) -> Tensor:
@@ -142,7 +144,11 @@ def roll_functions() -> dict[str, Callable[[Problem], object]]:
 def verl_functions() -> dict[str, Callable[[Problem], object]]:
     from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
-    return {"gae": lambda p: compute_gae_advantage_return(p.rewards, p.values, p.mask.float(), GAMMA, LAM)}
+    return {
+        "gae": lambda p: compute_gae_advantage_return(
+            p.rewards, p.values, p.mask.float(), GAMMA, LAM
+        )
+    }
 
 
 PEERS = {"roll": roll_functions, "verl": verl_functions}
@@ -181,7 +187,9 @@ def median_ratio(numerators: list[float], denominators: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def relative_error(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> float:
+def relative_error(
+    actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]
+) -> float:
     """The largest one, over all results of a function."""
     if isinstance(actual, tuple):
         return max(relative_error(a, e) for a, e in zip(actual, expected, strict=True))
@@ -249,7 +257,9 @@ def table(header: list[str], rows: list[list[str]]) -> None:
 def main_table(problem: Problem, turns: int, broken: list[str]) -> None:
     rows, tokens = problem.rewards.shape
     valid = problem.mask.float().mean().item()
-    print(f"{rows} x {tokens} float32, {valid:.0%} of the tokens valid, {torch.get_num_threads()} threads\n")
+    print(
+        f"{rows} x {tokens} float32, {valid:.0%} of the tokens valid, {torch.get_num_threads()} threads\n"
+    )
     lines, functions, exact = [], ours(), problem.double()
     for name, loop in LOOPS.items():
         own, looped = in_turns(turns, (functions[name], problem), (loop, problem))
@@ -262,7 +272,9 @@ def main_table(problem: Problem, turns: int, broken: list[str]) -> None:
         if error > MAX_ERROR:
             broken.append(f"{name}: relative error {error:.1e}, promised {MAX_ERROR:.0e}")
         if memory is not None and memory > MAX_MEMORY:
-            broken.append(f"{name}: {memory:.1f} times the inputs in memory, promised {MAX_MEMORY:.0f}")
+            broken.append(
+                f"{name}: {memory:.1f} times the inputs in memory, promised {MAX_MEMORY:.0f}"
+            )
         lines.append(
             [
                 name,
@@ -286,7 +298,9 @@ def growth_table(rows: int, tokens: int, turns: int, broken: list[str]) -> None:
         growths = [median_ratio(times[0], times[i]) for i in (1, 2)]
         for growth, what in zip(growths, ("T", "B"), strict=True):
             if growth > MAX_GROWTH:
-                broken.append(f"{name}: {growth:.2f} times the time for twice {what}, promised {MAX_GROWTH}")
+                broken.append(
+                    f"{name}: {growth:.2f} times the time for twice {what}, promised {MAX_GROWTH}"
+                )
         lines.append([name, *(f"{growth:.2f} x" for growth in growths)])
     headers = [f"T: {tokens // 2} to {tokens}", f"B: {rows // 2} to {rows}"]
     table([f"time for twice as much (<= {MAX_GROWTH})", *headers], lines)
@@ -308,10 +322,21 @@ def peer_table(rows: int, tokens: int, checkout: str | None, turns: int) -> None
             lines.append(["ROLL", "not measured: --roll-checkout", "-"])
             continue
         environment = {"PYTHONPATH": checkout} if peer == "roll" and checkout else {}
-        arguments = ["--peer", peer, "--rows", str(rows), "--tokens", str(tokens), "--turns", str(turns)]
+        arguments = [
+            "--peer",
+            peer,
+            "--rows",
+            str(rows),
+            "--tokens",
+            str(tokens),
+            "--turns",
+            str(turns),
+        ]
         answer = ask(arguments, **environment)
         if answer.returncode:
-            lines.append([peer, "not importable: " + answer.stderr.strip().splitlines()[-1][:70], "-"])
+            lines.append(
+                [peer, "not importable: " + answer.stderr.strip().splitlines()[-1][:70], "-"]
+            )
         for line in answer.stdout.splitlines():
             name, duration = line.split("\t")
             lines.append([f"{peer} {name}", "", f"{float(duration):.0f} ms"])
@@ -319,13 +344,19 @@ def peer_table(rows: int, tokens: int, checkout: str | None, turns: int) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--roll-checkout", help="folder of ROLL's repository, with its dependencies installed")
-    parser.add_argument("--system-malloc", action="store_true", help="let malloc return freed memory to the system")
+    parser.add_argument(
+        "--roll-checkout", help="folder of ROLL's repository, with its dependencies installed"
+    )
+    parser.add_argument(
+        "--system-malloc", action="store_true", help="let malloc return freed memory to the system"
+    )
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -57,7 +57,9 @@ def make_inputs(folder: Path) -> tuple[Path, list[dict[str, str]]]:
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+            folder / "model"
+        )
     character_tokenizer(model_max_length=TOKENS).save_pretrained(folder / "model")
     draw = random.Random(0)
 
@@ -65,7 +67,10 @@ def make_inputs(folder: Path) -> tuple[Path, list[dict[str, str]]]:
         return "".join(draw.choices(string.ascii_letters, k=length))
 
     half = TOKENS // 2
-    pairs = [{"prompt": text(half), "chosen": text(half - 1), "rejected": text(half - 1)} for _ in range(64)]
+    pairs = [
+        {"prompt": text(half), "chosen": text(half - 1), "rejected": text(half - 1)}
+        for _ in range(64)
+    ]
     return folder / "model", pairs
 
 
@@ -110,12 +115,18 @@ def train_roll(
         pretrain=str(model),
         actor_train={
             **role,
-            "model_args": {**role["model_args"], "disable_gradient_checkpointing": not checkpointing},
+            "model_args": {
+                **role["model_args"],
+                "disable_gradient_checkpointing": not checkpointing,
+            },
             "training_args": training,
             "strategy_args": {"strategy_name": "hf_train", "strategy_config": strategy_config},
             "data_args": {"file_name": str(data), "template": "base"},
         },
-        reference={**role, "strategy_args": {"strategy_name": "hf_infer", "strategy_config": strategy_config}},
+        reference={
+            **role,
+            "strategy_args": {"strategy_name": "hf_infer", "strategy_config": strategy_config},
+        },
         sequence_length=TOKENS,
         num_gpus_per_node=1,
         max_steps=steps,
@@ -152,7 +163,9 @@ def train_roll(
 
 def print_profile(profiler: torch.profiler.profile) -> None:
     """The kernels of a step by their time, and when the GPU waited for the program."""
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [
+        event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     totals: dict[str, list[float]] = {}
     for event in events:
         totals.setdefault(event.name[:90], []).append(event.time_range.elapsed_us() / 1e3)
@@ -171,7 +184,12 @@ def print_profile(profiler: torch.profiler.profile) -> None:
 
 
 def train_trl(
-    model: Path, pairs: list[dict[str, str]], folder: Path, size: int, checkpointing: bool, steps: int
+    model: Path,
+    pairs: list[dict[str, str]],
+    folder: Path,
+    size: int,
+    checkpointing: bool,
+    steps: int,
 ) -> Record:
     import trl
     from datasets import Dataset
@@ -198,7 +216,9 @@ def train_trl(
     )
 
     def load() -> Any:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
         return loaded.to("cuda")
 
     trainer = trl.DPOTrainer(
@@ -224,22 +244,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", choices=["roll", "trl"], help="run one of the two")
-    parser.add_argument("--profile", action="store_true", help="show the kernels of one of our steps")
-    parser.add_argument("--row-by-row", action="store_true", help="without strategy_config.share_prefixes")
+    parser.add_argument(
+        "--profile", action="store_true", help="show the kernels of one of our steps"
+    )
+    parser.add_argument(
+        "--row-by-row", action="store_true", help="without strategy_config.share_prefixes"
+    )
     parser.add_argument("--eager", action="store_true", help="without strategy_config.compile")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs an NVIDIA GPU; benchmarks/dpo_vs_trl.py runs on a CPU")
+        raise SystemExit(
+            "this benchmark needs an NVIDIA GPU; benchmarks/dpo_vs_trl.py runs on a CPU"
+        )
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model, pairs = make_inputs(folder)
         free()
         parameters = sum(
-            p.numel() for p in AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).parameters()
+            p.numel()
+            for p in AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).parameters()
         )
         print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {parameters / 1e9:.2f}B parameters", flush=True
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {parameters / 1e9:.2f}B parameters",
+            flush=True,
         )
         for size, checkpointing in SETTINGS:
             tokens = 2 * size * TOKENS
@@ -252,7 +280,10 @@ def main() -> None:
                     size,
                     checkpointing,
                     steps=options.steps,
-                    strategy_config={"compile": not options.eager, "share_prefixes": not options.row_by_row},
+                    strategy_config={
+                        "compile": not options.eager,
+                        "share_prefixes": not options.row_by_row,
+                    },
                     profile=options.profile,
                 )
                 free()
@@ -262,7 +293,10 @@ def main() -> None:
             print(f"{size} pairs{', gradient checkpointing' if checkpointing else ''}")
             for name, record in records.items():
                 speed, step, peak = tokens / record.seconds, record.seconds * 1e3, record.peak / GIB
-                print(f"  {name:5} {speed:9,.0f} tokens/s  {step:7.0f} ms/step  {peak:6.1f} GiB peak", flush=True)
+                print(
+                    f"  {name:5} {speed:9,.0f} tokens/s  {step:7.0f} ms/step  {peak:6.1f} GiB peak",
+                    flush=True,
+                )
             if "roll" in records:
                 floor = 8 * parameters * tokens / PEAK_FLOPS
                 share = floor / records["roll"].seconds

@@ -62,7 +62,10 @@ class Record:
 def make_pairs() -> list[dict[str, str]]:
     """Sums with a right and a wrong result, of different lengths."""
     sums = [(a, b) for a in range(20) for b in range(10)]
-    return [{"prompt": f"add {a} plus {b} equals ", "chosen": str(a + b), "rejected": str(a + b + 7)} for a, b in sums]
+    return [
+        {"prompt": f"add {a} plus {b} equals ", "chosen": str(a + b), "rejected": str(a + b + 7)}
+        for a, b in sums
+    ]
 
 
 def train_roll(
@@ -70,7 +73,11 @@ def train_roll(
 ) -> tuple[Record, list[int]]:
     """Our pipeline as `roll train` runs it. Returns also the order in which it took the pairs."""
     role: dict[str, Any] = {
-        "model_args": {"model_name_or_path": str(model), "dtype": "fp32", "disable_gradient_checkpointing": True},
+        "model_args": {
+            "model_name_or_path": str(model),
+            "dtype": "fp32",
+            "disable_gradient_checkpointing": True,
+        },
         "training_args": {"per_device_train_batch_size": pairs, "learning_rate": LEARNING_RATE},
         "data_args": {"file_name": str(data), "template": "base"},
         "infer_batch_size": pairs,
@@ -78,7 +85,11 @@ def train_roll(
     options = {"strategy_config": {"compile": compiled}}
     config = DPOConfig(
         actor_train={**role, "strategy_args": {"strategy_name": "hf_train", **options}},
-        reference={**role, "data_args": None, "strategy_args": {"strategy_name": "hf_infer", **options}},
+        reference={
+            **role,
+            "data_args": None,
+            "strategy_args": {"strategy_name": "hf_infer", **options},
+        },
         sequence_length=64,
         beta=BETA,
         max_steps=steps,
@@ -113,7 +124,9 @@ def train_roll(
     return record, order
 
 
-def train_trl(model: Path, rows: list[dict[str, str]], folder: Path, steps: int, pairs: int) -> Record:
+def train_trl(
+    model: Path, rows: list[dict[str, str]], folder: Path, steps: int, pairs: int
+) -> Record:
     """TRL's trainer on `rows` in their order."""
     record = Record()
 
@@ -130,7 +143,9 @@ def train_trl(model: Path, rows: list[dict[str, str]], folder: Path, steps: int,
         def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
             if not record.gradient:
                 named = model.named_parameters()
-                record.gradient = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+                record.gradient = {
+                    name: p.grad.detach().clone() for name, p in named if p.grad is not None
+                }
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             record.ends.append(time.perf_counter())
@@ -159,7 +174,9 @@ def train_trl(model: Path, rows: list[dict[str, str]], folder: Path, steps: int,
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[Watch()],
     )
-    trainer.remove_callback(PrinterCallback)  # its lines would fill the screen; the numbers are logged all the same
+    trainer.remove_callback(
+        PrinterCallback
+    )  # its lines would fill the screen; the numbers are logged all the same
     trainer.train()
     return record
 
@@ -167,7 +184,9 @@ def train_trl(model: Path, rows: list[dict[str, str]], folder: Path, steps: int,
 def relative_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     difference = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
-    return (difference / sum(float(value.double().square().sum()) for value in theirs.values())) ** 0.5
+    return (
+        difference / sum(float(value.double().square().sum()) for value in theirs.values())
+    ) ** 0.5
 
 
 def main() -> None:
@@ -185,27 +204,46 @@ def main() -> None:
         model = make_tiny_model(folder / "model", seed=0)
         data = folder / "pairs.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        train_roll(model, data, folder, options.steps, options.pairs, compiled=True)  # compiles, once for all repeats
+        train_roll(
+            model, data, folder, options.steps, options.pairs, compiled=True
+        )  # compiles, once for all repeats
         for _ in range(options.repeats):
-            record, order = train_roll(model, data, folder, options.steps, options.pairs, compiled=False)
+            record, order = train_roll(
+                model, data, folder, options.steps, options.pairs, compiled=False
+            )
             ours.append(record)
-            compiled.append(train_roll(model, data, folder, options.steps, options.pairs, compiled=True)[0])
-            theirs.append(train_trl(model, [rows[i] for i in order], folder, options.steps, options.pairs))
+            compiled.append(
+                train_roll(model, data, folder, options.steps, options.pairs, compiled=True)[0]
+            )
+            theirs.append(
+                train_trl(model, [rows[i] for i in order], folder, options.steps, options.pairs)
+            )
     versions = f"TRL {trl.__version__}, torch {torch.__version__}"
     print(f"{versions}, {torch.get_num_threads()} threads, {options.pairs} pairs a step")
     print("step   loss here    compiled   loss in TRL")
-    losses = list(zip(ours[0].losses, compiled[0].losses, theirs[0].losses, strict=True))[:COMPARED_STEPS]
+    losses = list(zip(ours[0].losses, compiled[0].losses, theirs[0].losses, strict=True))[
+        :COMPARED_STEPS
+    ]
     for step, (one, two, three) in enumerate(losses):
         print(f"{step:4d}   {one:.7f}   {two:.7f}   {three:.7f}")
     difference = max(max(abs(one - three), abs(two - three)) for one, two, three in losses)
-    gradient = max(relative_difference(records[0].gradient, theirs[0].gradient) for records in (ours, compiled))
+    gradient = max(
+        relative_difference(records[0].gradient, theirs[0].gradient) for records in (ours, compiled)
+    )
     print(f"largest difference of a loss: {difference:.1e} (at most 1e-4)")
     print(f"first gradient, relative difference: {gradient:.1e} (at most 1e-4)")
-    speeds = [[1 / record.seconds_per_step for record in records] for records in (ours, compiled, theirs)]
+    speeds = [
+        [1 / record.seconds_per_step for record in records] for records in (ours, compiled, theirs)
+    ]
     eager, fast, peer = (statistics.median(values) for values in speeds)
-    print(f"steps per second: {peer:.1f} in TRL; {eager:.1f} here, {eager / peer:.2f} times; ", end="")
+    print(
+        f"steps per second: {peer:.1f} in TRL; {eager:.1f} here, {eager / peer:.2f} times; ", end=""
+    )
     print(f"{fast:.1f} compiled, {fast / peer:.2f} times (at least 1.5)")
-    print("  of each repeat: " + ", ".join(f"{c:.1f}, {a:.1f}, {b:.1f}" for a, b, c in zip(*speeds, strict=True)))
+    print(
+        "  of each repeat: "
+        + ", ".join(f"{c:.1f}, {a:.1f}, {b:.1f}" for a, b, c in zip(*speeds, strict=True))
+    )
 
 
 if __name__ == "__main__":

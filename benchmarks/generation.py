@@ -49,8 +49,12 @@ def ways(model: Qwen2ForCausalLM, args: argparse.Namespace) -> dict[str, Callabl
     prompts = [torch.randint(0, args.vocab, (length,)).tolist() for length in lengths]
     engine = HFEngine(model, pad_token_id=0, eos_token_ids=(), max_batch_size=args.rows)
     sampling = SamplingParams(max_new_tokens=args.new)
-    requests = [GenerationRequest(str(i), tuple(ids), sampling, GROUP) for i, ids in enumerate(prompts)]
-    padded = torch.tensor([[0] * (args.prompt - len(ids)) + ids for ids in prompts], device=args.device)
+    requests = [
+        GenerationRequest(str(i), tuple(ids), sampling, GROUP) for i, ids in enumerate(prompts)
+    ]
+    padded = torch.tensor(
+        [[0] * (args.prompt - len(ids)) + ids for ids in prompts], device=args.device
+    )
     mask = torch.tensor([[0] * (args.prompt - n) + [1] * n for n in lengths], device=args.device)
 
     @torch.no_grad()
@@ -68,7 +72,8 @@ def ways(model: Qwen2ForCausalLM, args: argparse.Namespace) -> dict[str, Callabl
         )
         tokens = out.sequences[:, -args.new :].T
         scores = [
-            step.float().log_softmax(-1).gather(-1, ids[:, None]) for step, ids in zip(out.logits, tokens, strict=True)
+            step.float().log_softmax(-1).gather(-1, ids[:, None])
+            for step, ids in zip(out.logits, tokens, strict=True)
         ]
         return out.sequences.tolist(), torch.cat(scores, dim=1).tolist()
 
@@ -83,7 +88,9 @@ def ways(model: Qwen2ForCausalLM, args: argparse.Namespace) -> dict[str, Callabl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rows", type=int, default=32)
@@ -105,11 +112,15 @@ def main() -> None:
             run()  # ends with a copy to the host, so there is nothing to wait for
             if turn:  # the first turn warms up
                 seconds[name].append(time.perf_counter() - started)
-    print(f"{args.rows} rows of {args.new} new tokens on {args.device}, {args.layers} layers of {args.hidden}")
+    print(
+        f"{args.rows} rows of {args.new} new tokens on {args.device}, {args.layers} layers of {args.hidden}"
+    )
     ours = statistics.median(seconds["roll hf_infer"])
     for name, times in seconds.items():
         median = statistics.median(times)
-        print(f"  {name:24s} {args.rows * args.new / median:10,.0f} tok/s   {median / ours:5.2f} x our time")
+        print(
+            f"  {name:24s} {args.rows * args.new / median:10,.0f} tok/s   {median / ours:5.2f} x our time"
+        )
 
 
 if __name__ == "__main__":

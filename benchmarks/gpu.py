@@ -64,8 +64,12 @@ class Head:
         half = torch.zeros(tokens, dtype=torch.bool, device="cuda")
         half[torch.randperm(tokens, device="cuda")[: tokens // 2]] = True
         return cls(
-            hidden=torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_(),
-            weight=(torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5).requires_grad_(),
+            hidden=torch.randn(
+                tokens, hidden, device="cuda", dtype=torch.bfloat16
+            ).requires_grad_(),
+            weight=(
+                torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+            ).requires_grad_(),
             labels=torch.randint(0, vocab, (tokens,), device="cuda"),
             grad_log_probs=torch.randn(tokens, device="cuda"),
             grad_entropy=0.01 * torch.randn(tokens, device="cuda"),
@@ -74,7 +78,9 @@ class Head:
 
     @property
     def shape(self) -> str:
-        return f"{self.hidden.shape[0]:,} x {self.hidden.shape[1]:,} x {self.weight.shape[0]:,} bf16"
+        return (
+            f"{self.hidden.shape[0]:,} x {self.hidden.shape[1]:,} x {self.weight.shape[0]:,} bf16"
+        )
 
     @property
     def gradient_bytes(self) -> int:
@@ -121,16 +127,28 @@ def linear_errors(head: Head) -> dict[str, tuple[float, float]]:
     log_probs, entropy = linear_log_probs(head.hidden, head.weight, head.labels, with_entropy=True)
     assert entropy is not None
     log_probs.backward(head.grad_log_probs)
-    ours = worst([log_probs.detach(), entropy.detach()], exact_results), worst(head.gradients(), exact_grads)
-    linear_log_probs(head.hidden, head.weight, head.labels, keep_bytes=KEEP_ALL)[0].backward(head.grad_log_probs)
+    ours = (
+        worst([log_probs.detach(), entropy.detach()], exact_results),
+        worst(head.gradients(), exact_grads),
+    )
+    linear_log_probs(head.hidden, head.weight, head.labels, keep_bytes=KEEP_ALL)[0].backward(
+        head.grad_log_probs
+    )
     one_pass = worst(head.gradients(), exact_grads)
     rows = torch.log_softmax(F.linear(head.hidden, head.weight).float(), -1)
     log_probs = rows.gather(-1, head.labels.unsqueeze(-1)).squeeze(-1)
     with torch.no_grad():
         entropy = -(rows.exp() * rows).sum(-1)
     log_probs.backward(head.grad_log_probs)
-    plain = worst([log_probs.detach(), entropy], exact_results), worst(head.gradients(), exact_grads)
-    return {"forward": (ours[0], plain[0]), "backward": (ours[1], plain[1]), "one pass": (one_pass, plain[1])}
+    plain = (
+        worst([log_probs.detach(), entropy], exact_results),
+        worst(head.gradients(), exact_grads),
+    )
+    return {
+        "forward": (ours[0], plain[0]),
+        "backward": (ours[1], plain[1]),
+        "one pass": (one_pass, plain[1]),
+    }
 
 
 def linear_rows(head: Head, rounds: int) -> list[Row]:
@@ -149,14 +167,18 @@ def linear_rows(head: Head, rounds: int) -> list[Row]:
                 torch.mm(logits, weight, out=grad_hidden)
                 torch.mm(logits.t(), hidden, out=grad_weight)
 
-    def ours(backward: bool, mask: Tensor | None = None, with_entropy: bool = False, keep_bytes: int = 0) -> None:
+    def ours(
+        backward: bool, mask: Tensor | None = None, with_entropy: bool = False, keep_bytes: int = 0
+    ) -> None:
         with torch.set_grad_enabled(backward):
             log_probs, entropy = linear_log_probs(
                 hidden, weight, labels, mask=mask, with_entropy=with_entropy, keep_bytes=keep_bytes
             )
         if backward:
             results = [log_probs] if entropy is None else [log_probs, entropy]
-            torch.autograd.backward(results, [head.grad_log_probs, head.grad_entropy][: len(results)])
+            torch.autograd.backward(
+                results, [head.grad_log_probs, head.grad_entropy][: len(results)]
+            )
             head.clear()
 
     def trained(way: Callable[[], Tensor]) -> Way:
@@ -265,7 +287,9 @@ def parts_row(head: Head, rounds: int) -> Row:
     # What follows the last token of a row is not in the batch.
     head.grad_log_probs.view(num_parts, length)[:, -1] = 0.0
     slopes = head.grad_log_probs.view(num_parts, length)[:, :-1]
-    products_out = torch.empty(head.hidden.shape[0], head.weight.shape[0], device="cuda", dtype=torch.bfloat16)
+    products_out = torch.empty(
+        head.hidden.shape[0], head.weight.shape[0], device="cuda", dtype=torch.bfloat16
+    )
     grads_out = [torch.empty_like(head.hidden), torch.empty_like(head.weight)]
 
     def products() -> None:
@@ -288,7 +312,11 @@ def parts_row(head: Head, rounds: int) -> Row:
 
     turns = measure({"three GEMMs": products, "ours": ours}, rounds=rounds)
     train()
-    found, plain, exact = head.gradients(), plain_gradients(head, products_out), exact_linear(head)[1]
+    found, plain, exact = (
+        head.gradients(),
+        plain_gradients(head, products_out),
+        exact_linear(head)[1],
+    )
     ratio = turns["ours"].of(turns["three GEMMs"])
     return Row(
         operator="one pass over more tokens, a quarter at a time",
@@ -296,7 +324,9 @@ def parts_row(head: Head, rounds: int) -> Row:
         ms=turns["ours"].ms,
         extra_bytes=turns["ours"].extra_bytes - head.gradient_bytes,
         error=max(relative_error(one, other) for one, other in zip(found, exact, strict=True)),
-        reference_error=max(relative_error(one, other) for one, other in zip(plain, exact, strict=True)),
+        reference_error=max(
+            relative_error(one, other) for one, other in zip(plain, exact, strict=True)
+        ),
         floor="three GEMMs",
         of_floor=ratio,
         bounds=[Bound("of three GEMMs", ratio, at_most=1.15)],
@@ -372,7 +402,14 @@ def logits_rows(head: Head, rounds: int, bandwidth: float) -> list[Row]:
     names = ["torch version", *peers]
     shape = f"{logits.shape[0]:,} x {logits.shape[1]:,} bf16"
 
-    def row(operator: str, turns: dict[str, Turns], name: str, passes: int, at_most: float | None, error: int) -> Row:
+    def row(
+        operator: str,
+        turns: dict[str, Turns],
+        name: str,
+        passes: int,
+        at_most: float | None,
+        error: int,
+    ) -> Row:
         floor = "one read" if passes == 1 else "two reads and one write"
         ratio = turns[name].ms / (passes * pass_ms)
         others = names if name == "ours" else []
@@ -436,7 +473,11 @@ def log_prob_rows(quick: bool, bandwidth: float) -> list[Row]:
     rows += logits_rows(head, rounds, bandwidth)
     del head
     torch.cuda.empty_cache()
-    rows.append(parts_row(Head.random(4096, 512, 32_001) if quick else Head.random(32_768, 3584, 151_936), rounds))
+    rows.append(
+        parts_row(
+            Head.random(4096, 512, 32_001) if quick else Head.random(32_768, 3584, 151_936), rounds
+        )
+    )
     torch.cuda.empty_cache()
     return rows
 
@@ -454,10 +495,18 @@ def write_readme() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small shapes, to see that everything runs")
-    parser.add_argument("--only", choices=("log_probs", "scans"), help="one half of the table; nothing is written")
-    parser.add_argument("--readme", action="store_true", help="copy the table of the results file into README.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small shapes, to see that everything runs"
+    )
+    parser.add_argument(
+        "--only", choices=("log_probs", "scans"), help="one half of the table; nothing is written"
+    )
+    parser.add_argument(
+        "--readme", action="store_true", help="copy the table of the results file into README.md"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.readme:

@@ -81,7 +81,9 @@ class Row:
     reference_error: float | None = None  # of the torch version in the same precision
     floor: str | None = None  # "one GEMM", "one read at copy bandwidth"
     of_floor: float | None = None  # time over the floor's
-    peers: Mapping[str, float] = field(default_factory=dict)  # name -> its time over ours, in the same turns
+    peers: Mapping[str, float] = field(
+        default_factory=dict
+    )  # name -> its time over ours, in the same turns
     peer_bytes: Mapping[str, int] = field(default_factory=dict)
     bounds: Sequence[Bound] = ()
     note: str = ""
@@ -89,7 +91,11 @@ class Row:
     @property
     def is_exact_enough(self) -> bool:
         """No worse than torch; a thousandth is the luck of the numbers."""
-        return self.error is None or self.reference_error is None or self.error <= 1.001 * self.reference_error
+        return (
+            self.error is None
+            or self.reference_error is None
+            or self.error <= 1.001 * self.reference_error
+        )
 
     @property
     def holds(self) -> bool:
@@ -97,7 +103,12 @@ class Row:
 
 
 def measure(
-    ways: Mapping[str, Way], *, rounds: int = 10, warm_up: int = 3, flush_l2: bool = False, repeat: int = 1
+    ways: Mapping[str, Way],
+    *,
+    rounds: int = 10,
+    warm_up: int = 3,
+    flush_l2: bool = False,
+    repeat: int = 1,
 ) -> dict[str, Turns]:
     """Times and extra memory of every way, in turns. `repeat` calls between two events, for what takes microseconds;
     their time is divided by it."""
@@ -182,7 +193,10 @@ def table(rows: Sequence[Row]) -> str:
     cells = [header, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in cells
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
@@ -199,7 +213,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.extra_bytes / 2**30:.2f}",
         error,
         "" if row.of_floor is None else f"{row.of_floor:.2f} x {row.floor}",
-        ", ".join(_peer(name, ratio, row.peer_bytes.get(name)) for name, ratio in row.peers.items()),
+        ", ".join(
+            _peer(name, ratio, row.peer_bytes.get(name)) for name, ratio in row.peers.items()
+        ),
         "; ".join(str(bound) for bound in row.bounds) + (f" {row.note}" if row.note else ""),
     )
 
@@ -219,5 +235,8 @@ def save(rows: Sequence[Row], facts: Mapping[str, Any], path: Path = RESULTS) ->
 def load(path: Path = RESULTS) -> tuple[dict[str, Any], list[Row]]:
     """What `save` wrote: the facts, and the rows."""
     document = json.loads(path.read_text())
-    rows = [Row(**{**row, "bounds": [Bound(**bound) for bound in row["bounds"]]}) for row in document.pop("rows")]
+    rows = [
+        Row(**{**row, "bounds": [Bound(**bound) for bound in row["bounds"]]})
+        for row in document.pop("rows")
+    ]
     return document, rows

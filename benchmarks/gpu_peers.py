@@ -43,7 +43,9 @@ def linear_peers(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Ca
         return selective_log_softmax(F.linear(hidden, weight), labels)
 
     plain = lambda: plain_log_probs(F.linear(hidden, weight), labels)  # noqa: E731
-    return usable({"plain torch": plain, "TRL": trl, "cut-cross-entropy": cce, "Liger": liger, "verl": verl})
+    return usable(
+        {"plain torch": plain, "TRL": trl, "cut-cross-entropy": cce, "Liger": liger, "verl": verl}
+    )
 
 
 def logits_peers(logits: Tensor, labels: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -72,7 +74,9 @@ def usable(peers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Ten
         except ImportError:
             continue
         except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-            print(f"{name} is installed but does not run here: {type(error).__name__}: {str(error)[:200]}")
+            print(
+                f"{name} is installed but does not run here: {type(error).__name__}: {str(error)[:200]}"
+            )
     return found
 
 

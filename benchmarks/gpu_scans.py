@@ -34,7 +34,9 @@ def torch_version() -> Iterator[None]:
     try:
         yield
     finally:
-        reverse_scan.scan_kernels, segment_mean.scan_kernels, policy_loss_module.can_fuse = originals
+        reverse_scan.scan_kernels, segment_mean.scan_kernels, policy_loss_module.can_fuse = (
+            originals
+        )
 
 
 def in_torch(way: Way) -> Way:
@@ -79,8 +81,14 @@ def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 def loop_segment_mean(x: Tensor, mask: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for i in range(len(x)):
-        edges = torch.diff(mask[i].int(), prepend=mask.new_zeros(1).int(), append=mask.new_zeros(1).int())
-        pairs = zip((edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist(), strict=True)
+        edges = torch.diff(
+            mask[i].int(), prepend=mask.new_zeros(1).int(), append=mask.new_zeros(1).int()
+        )
+        pairs = zip(
+            (edges == 1).nonzero().flatten().tolist(),
+            (edges == -1).nonzero().flatten().tolist(),
+            strict=True,
+        )
         for start, end in pairs:
             out[i, start:end] = x[i, start:end].mean()
     return out
@@ -97,7 +105,9 @@ def errors(of: Callable[[list[Tensor]], Tensor], inputs: list[Tensor]) -> tuple[
     return relative_error(of(inputs), exact), relative_error(plain, exact)
 
 
-def scan_row(rows: int, tokens: int, most: float, bandwidth: float, device: torch.device, *, loop: bool) -> Row:
+def scan_row(
+    rows: int, tokens: int, most: float, bandwidth: float, device: torch.device, *, loop: bool
+) -> Row:
     mask = turns_mask(rows, tokens, 16, device)
     rewards, values = normal(rows, tokens, device, 2)
 
@@ -107,7 +117,9 @@ def scan_row(rows: int, tokens: int, most: float, bandwidth: float, device: torc
     found = measure({"roll": ours, "torch version": in_torch(ours)})
     peers = ratios(found)
     if loop:
-        looped = measure({"loop": lambda: loop_gae(rewards, values, mask)}, rounds=2, warm_up=1)["loop"]
+        looped = measure({"loop": lambda: loop_gae(rewards, values, mask)}, rounds=2, warm_up=1)[
+            "loop"
+        ]
         peers["loop over tokens"] = looped.ms / found["roll"].ms
     error, plain = errors(lambda x: torch.stack(gae(*x, mask, GAMMA, LAM)), [rewards, values])
     floor = mask.numel() * 17 / bandwidth * 1e3  # rewards, values, mask; advantages, returns
@@ -173,12 +185,19 @@ def loss_row(ratio_type: str, device: torch.device) -> Row:
     log_probs = -1.5 + noise[0]
     agg_mode = "seq-mean-token-mean"
     counts: Any = {"num_tokens": int(mask.sum()), "num_sequences": 64, "norm_factor": None}
-    options = {"surrogate": PPOClip(dual_clip=3.0), "ratio_type": ratio_type, "agg_mode": agg_mode, "kl_coef": 0.1}
+    options = {
+        "surrogate": PPOClip(dual_clip=3.0),
+        "ratio_type": ratio_type,
+        "agg_mode": agg_mode,
+        "kl_coef": 0.1,
+    }
 
     def step(log_probs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         leaf = log_probs.detach().requires_grad_()
         loss = policy_loss(log_probs_BT=leaf, mask_BT=mask, **columns, **options, **counts)
-        metrics = DeferredMetrics(policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid)
+        metrics = DeferredMetrics(
+            policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid
+        )
         loss.total.backward()
         read_together([metrics])
         assert leaf.grad is not None
@@ -189,7 +208,9 @@ def loss_row(ratio_type: str, device: torch.device) -> Row:
 
     found = measure({"roll": ours, "torch version": in_torch(ours)}, repeat=20)
     names = list(columns)
-    error, plain = errors(lambda x: step(x[0], dict(zip(names, x[1:], strict=True))), [log_probs, *columns.values()])
+    error, plain = errors(
+        lambda x: step(x[0], dict(zip(names, x[1:], strict=True))), [log_probs, *columns.values()]
+    )
     speedup = found["torch version"].of(found["roll"])
     return Row(
         f"policy loss by {ratio_type}: loss, gradient, metrics", shape_of(mask), found["roll"].ms,

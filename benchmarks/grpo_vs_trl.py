@@ -83,7 +83,9 @@ def score(prompt, response, ground_truth, **row):
 
 def make_inputs(folder: Path, setting: Setting, characters: bool) -> None:
     rows = [{"prompt": f"add {a} plus {b} equals "} for a in range(20) for b in range(10)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     if characters:
         from roll.models.tiny import make_tiny_model
@@ -103,9 +105,13 @@ def make_bpe_model(folder: Path, setting: Setting, texts: list[str]) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet
+    )
     backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
+    )
     torch.manual_seed(0)
     config = Qwen2Config(
         **setting.model,
@@ -115,7 +121,9 @@ def make_bpe_model(folder: Path, setting: Setting, texts: list[str]) -> None:
         bos_token_id=None,
         eos_token_id=1,
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16 if setting.on_gpu else torch.float32).save_pretrained(folder)
+    Qwen2ForCausalLM(config).to(
+        torch.bfloat16 if setting.on_gpu else torch.float32
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -123,7 +131,9 @@ def run_roll(folder: Path, model: str, setting: Setting, steps: int) -> dict[str
     from roll.pipeline.rlvr.rlvr_config import RLVRConfig
     from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
 
-    role: dict[str, Any] = {"model_args": {"dtype": setting.dtype, "disable_gradient_checkpointing": True}}
+    role: dict[str, Any] = {
+        "model_args": {"dtype": setting.dtype, "disable_gradient_checkpointing": True}
+    }
     role |= {"device_mapping": [0]} if setting.on_gpu else {}
     training = {
         "learning_rate": setting.learning_rate,
@@ -175,7 +185,11 @@ def run_roll(folder: Path, model: str, setting: Setting, steps: int) -> dict[str
 
     with Timed(config, progress=False) as pipeline:
         pipeline.run()
-    return {"seconds": (times[-1] - times[WARM_UP - 1]) / steps, "first": scores[0], "last": scores[-1]}
+    return {
+        "seconds": (times[-1] - times[WARM_UP - 1]) / steps,
+        "first": scores[0],
+        "last": scores[-1],
+    }
 
 
 def run_trl(folder: Path, model: str, setting: Setting, steps: int) -> dict[str, float]:
@@ -188,8 +202,13 @@ def run_trl(folder: Path, model: str, setting: Setting, steps: int) -> dict[str,
     from reward import score  # the very same function
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if setting.on_gpu else torch.float32)
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    policy = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16 if setting.on_gpu else torch.float32
+    )
+    rows = [
+        json.loads(line)
+        for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     times: list[float] = []
 
     class Clock(TrainerCallback):
@@ -197,7 +216,9 @@ def run_trl(folder: Path, model: str, setting: Setting, steps: int) -> dict[str,
             times.append(time.perf_counter())
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        return [score(prompt, text, None) for prompt, text in zip(prompts, completions, strict=True)]
+        return [
+            score(prompt, text, None) for prompt, text in zip(prompts, completions, strict=True)
+        ]
 
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=folder),
@@ -229,10 +250,16 @@ def run_trl(folder: Path, model: str, setting: Setting, steps: int) -> dict[str,
     )
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return {"seconds": (times[-1] - times[WARM_UP - 1]) / steps, "first": rewards[0], "last": rewards[-1]}
+    return {
+        "seconds": (times[-1] - times[WARM_UP - 1]) / steps,
+        "first": rewards[0],
+        "last": rewards[-1],
+    }
 
 
-def measure(name: str, folder: Path, model: str, setting: Setting, steps: int, threads: int) -> dict[str, float]:
+def measure(
+    name: str, folder: Path, model: str, setting: Setting, steps: int, threads: int
+) -> dict[str, float]:
     """One round of one of the two, in a process of its own; its last line is the result."""
     command = [
         sys.executable,
@@ -262,13 +289,17 @@ def measure(name: str, folder: Path, model: str, setting: Setting, steps: int, t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--model", default=None)
     parser.add_argument("--characters", action="store_true", help="one token for each character")
-    parser.add_argument("--gpu", action="store_true", help="half a billion parameters on the first GPU")
+    parser.add_argument(
+        "--gpu", action="store_true", help="half a billion parameters on the first GPU"
+    )
     parser.add_argument("--only", choices=["roll", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -283,7 +314,9 @@ def main() -> None:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("--gpu needs an NVIDIA GPU, and torch sees none; leave it out for a small model on the CPU")
+            parser.error(
+                "--gpu needs an NVIDIA GPU, and torch sees none; leave it out for a small model on the CPU"
+            )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder, setting, args.characters)
@@ -292,12 +325,17 @@ def main() -> None:
         for number in range(args.rounds):
             for who, results in rounds.items():
                 results.append(measure(who, folder, model, setting, args.steps, args.threads))
-                print(f"round {number + 1}: {who:4s} {results[-1]['seconds']:.3f} s a step", flush=True)
+                print(
+                    f"round {number + 1}: {who:4s} {results[-1]['seconds']:.3f} s a step",
+                    flush=True,
+                )
     best = {who: min(result["seconds"] for result in results) for who, results in rounds.items()}
     print(f"\n{'':6s}{'s/step':>8s}{'steps/s':>9s}{'reward, first and last step':>30s}")
     for who in best:
         last = rounds[who][-1]
-        print(f"{who:6s}{best[who]:8.3f}{1 / best[who]:9.2f}{last['first']:22.3f} -> {last['last']:.3f}")
+        print(
+            f"{who:6s}{best[who]:8.3f}{1 / best[who]:9.2f}{last['first']:22.3f} -> {last['last']:.3f}"
+        )
     print(
         f"\nroll takes {best['trl'] / best['roll']:.1f} times as many steps per second as TRL "
         f"({setting.prompts * SAMPLES} completions of {setting.tokens} tokens, "

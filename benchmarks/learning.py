@@ -39,7 +39,10 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
 RESULTS = HERE / "results" / "learning.json"
 README = HERE / "README.md"
-MARKS = ("<!-- learning table: written by benchmarks/learning.py --readme -->", "<!-- end of learning table -->")
+MARKS = (
+    "<!-- learning table: written by benchmarks/learning.py --readme -->",
+    "<!-- end of learning table -->",
+)
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -51,7 +54,10 @@ class Recipe:
     sampled: float = 0.0  # mean success of sampled answers in the last five training steps
 
     def learned(self, run: dict[str, list[float]]) -> bool:
-        return run["greedy"][-1] >= self.greedy and statistics.mean(run["sampled"][-5:]) >= self.sampled
+        return (
+            run["greedy"][-1] >= self.greedy
+            and statistics.mean(run["sampled"][-5:]) >= self.sampled
+        )
 
 
 RECIPES = {
@@ -119,7 +125,9 @@ def train(config: Path, overrides: list[str]) -> list[dict[str, Any]]:
     return read_metrics(pipeline.run_dir / "metrics.jsonl")
 
 
-def run_digits(name: str, seed: int, folder: Path, shuffle: bool, more: list[str]) -> dict[str, list[float]]:
+def run_digits(
+    name: str, seed: int, folder: Path, shuffle: bool, more: list[str]
+) -> dict[str, list[float]]:
     load(EXAMPLES / "rlvr" / "make_data.py").make(folder / "digits", seed=seed)
     task = name.partition("_")[0]
     data = [
@@ -131,8 +139,13 @@ def run_digits(name: str, seed: int, folder: Path, shuffle: bool, more: list[str
     train(EXAMPLES / "rlvr" / f"{task}_sft.yaml", [*data, f"pretrain={folder}/digits/model"])
     if shuffle:
         shuffle_rewards(seed)
-    lines = train(EXAMPLES / "rlvr" / f"{name}.yaml", [*data, f"pretrain={folder}/{task}_sft", *more])
-    return {"greedy": values(lines, "val_correct/all/mean"), "sampled": values(lines, "critic/score/mean")}
+    lines = train(
+        EXAMPLES / "rlvr" / f"{name}.yaml", [*data, f"pretrain={folder}/{task}_sft", *more]
+    )
+    return {
+        "greedy": values(lines, "val_correct/all/mean"),
+        "sampled": values(lines, "critic/score/mean"),
+    }
 
 
 def run_game(name: str, seed: int, folder: Path, more: list[str]) -> dict[str, list[float]]:
@@ -146,9 +159,18 @@ def run_game(name: str, seed: int, folder: Path, more: list[str]) -> dict[str, l
 
 def run_pairs(name: str, seed: int, folder: Path, more: list[str]) -> dict[str, list[float]]:
     """Greedy and sampled are the share of pairs, held out and trained on, of which the better answer is preferred."""
-    make_data = [sys.executable, str(EXAMPLES / "dpo" / "make_data.py"), str(folder), "--model", "--seed", str(seed)]
+    make_data = [
+        sys.executable,
+        str(EXAMPLES / "dpo" / "make_data.py"),
+        str(folder),
+        "--model",
+        "--seed",
+        str(seed),
+    ]
     subprocess.run(make_data, check=True, capture_output=True)
-    data = [f"{role}.data_args.file_name={folder}/{file}.jsonl" for role, file in PAIR_FILES.items()]
+    data = [
+        f"{role}.data_args.file_name={folder}/{file}.jsonl" for role, file in PAIR_FILES.items()
+    ]
     own = [f"seed={seed}", f"pretrain={folder}/model", f"output_dir={folder}", *data, *more]
     lines = train(EXAMPLES / "dpo" / f"{name}.yaml", own)
     return {"greedy": values(lines, "val/actor/acc"), "sampled": values(lines, "actor/acc")}
@@ -163,7 +185,10 @@ def run_script(name: str, seed: int) -> dict[str, list[float]]:
     [(before, after)] = re.findall(r"Held-out accuracy: (\S+) before, (\S+) after", printed)
     between = re.findall(r"held-out accuracy (\S+)", printed)
     sampled = re.findall(r"step +\d+  reward (\S+)", printed)
-    return {"greedy": [float(x) for x in [before, *between, after]], "sampled": [float(x) for x in sampled]}
+    return {
+        "greedy": [float(x) for x in [before, *between, after]],
+        "sampled": [float(x) for x in sampled],
+    }
 
 
 def values(lines: list[dict[str, Any]], key: str) -> list[float]:
@@ -184,7 +209,9 @@ def run_here(name: str, seed: int, folder: Path, shuffle: bool, more: list[str])
         found = run_pairs(name, seed, folder, more)
     else:
         found = run_script(name, seed)
-    print(json.dumps({"name": name, "seed": seed, **found, "seconds": round(sum(os.times()[:4]), 1)}))
+    print(
+        json.dumps({"name": name, "seed": seed, **found, "seconds": round(sum(os.times()[:4]), 1)})
+    )
 
 
 def run_apart(name: str, seed: int, arithmetic: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -192,13 +219,31 @@ def run_apart(name: str, seed: int, arithmetic: str, args: argparse.Namespace) -
     folder = args.output / f"{name}{'-shuffled' if args.shuffle else ''}-{seed}-{arithmetic}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, __file__, name, "--seeds", str(seed), "--here", "--output", str(folder)]
+    command = [
+        sys.executable,
+        __file__,
+        name,
+        "--seeds",
+        str(seed),
+        "--here",
+        "--output",
+        str(folder),
+    ]
     command += ["--shuffle"] * args.shuffle + (["--set", *args.set] if args.set else [])
     quiet = {"ROLL_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **quiet, **ARITHMETIC[arithmetic]}
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **quiet, **ARITHMETIC[arithmetic]},
     )
-    run = {"name": name, "seed": seed, "arithmetic": arithmetic, "shuffled": args.shuffle, "set": args.set}
+    run = {
+        "name": name,
+        "seed": seed,
+        "arithmetic": arithmetic,
+        "shuffled": args.shuffle,
+        "set": args.set,
+    }
     title = f"{name + (' shuffled' if args.shuffle else ''):22s} seed {seed} {arithmetic:14s}"
     if done.returncode:
         print(f"{title}  failed:\n{done.stderr}", flush=True)
@@ -221,7 +266,9 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def keep(path: Path, run: dict[str, Any]) -> None:
     """Put a run into the results file, one line for each run, in place of an earlier one like it."""
     runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    runs = sorted([*(old for old in runs if not same(old, run)), run], key=lambda r: (r["name"], r["seed"]))
+    runs = sorted(
+        [*(old for old in runs if not same(old, run)), run], key=lambda r: (r["name"], r["seed"])
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n", encoding="utf-8")
 
@@ -247,20 +294,34 @@ def summary(name: str, runs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-HEADER = ["recipe", "asked for", "learned", "before", "greedy: worst, median", "sampled: worst, median", "seconds"]
+HEADER = [
+    "recipe",
+    "asked for",
+    "learned",
+    "before",
+    "greedy: worst, median",
+    "sampled: worst, median",
+    "seconds",
+]
 
 
 def recorded() -> list[dict[str, Any]]:
     """The runs of the results file that are as `all --arithmetic rotate` makes them."""
     runs = json.loads(RESULTS.read_text(encoding="utf-8"))
     settings = list(ARITHMETIC)
-    plain = [run for run in runs if run["name"] in RECIPES and not run["shuffled"] and not run["set"]]
+    plain = [
+        run for run in runs if run["name"] in RECIPES and not run["shuffled"] and not run["set"]
+    ]
     return [run for run in plain if run["arithmetic"] == settings[run["seed"] % len(settings)]]
 
 
 def table() -> str:
     rows = [HEADER, ["---"] * len(HEADER)]
-    rows += [summary(name, own) for name in RECIPES if (own := [run for run in recorded() if run["name"] == name])]
+    rows += [
+        summary(name, own)
+        for name in RECIPES
+        if (own := [run for run in recorded() if run["name"] == name])
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -272,16 +333,24 @@ def write_readme() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="recipes, or all of them")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arithmetic", choices=["rotate", *ARITHMETIC], default="one-thread")
     parser.add_argument("--shuffle", action="store_true")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the example's config")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the example's config"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("output/learning"))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--readme", action="store_true", help="copy the table of results/learning.json into README.md")
+    parser.add_argument(
+        "--readme",
+        action="store_true",
+        help="copy the table of results/learning.json into README.md",
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.readme:

@@ -42,13 +42,17 @@ class Problem:
     logits: Tensor | None = None  # only where logits that exist are measured
 
     @classmethod
-    def random(cls, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: str) -> Problem:
+    def random(
+        cls, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: str
+    ) -> Problem:
         torch.manual_seed(0)
         half = torch.zeros(tokens, dtype=torch.bool, device=device)
         half[torch.randperm(tokens, device=device)[: tokens // 2]] = True
         return cls(
             hidden=torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_(),
-            weight=torch.randn(vocab, hidden, device=device, dtype=dtype).mul_(hidden**-0.5).requires_grad_(),
+            weight=torch.randn(vocab, hidden, device=device, dtype=dtype)
+            .mul_(hidden**-0.5)
+            .requires_grad_(),
             labels=torch.randint(0, vocab, (tokens,), device=device),
             grad=torch.randn(tokens, device=device),
             half=half,
@@ -63,14 +67,18 @@ class Problem:
 
 def plain(problem: Problem, backward: bool) -> Tensor:
     logits = F.linear(problem.hidden, problem.weight)
-    result = torch.log_softmax(logits.float(), -1).gather(-1, problem.labels.unsqueeze(-1)).squeeze(-1)
+    result = (
+        torch.log_softmax(logits.float(), -1).gather(-1, problem.labels.unsqueeze(-1)).squeeze(-1)
+    )
     del logits
     if backward:
         problem.backward(result)
     return result
 
 
-def fused(problem: Problem, backward: bool, half: bool = False, with_entropy: bool = False) -> Tensor:
+def fused(
+    problem: Problem, backward: bool, half: bool = False, with_entropy: bool = False
+) -> Tensor:
     result, entropy = linear_log_probs(
         problem.hidden,
         problem.weight,
@@ -93,7 +101,11 @@ def products(problem: Problem, number: int) -> None:
 
 def plain_from_logits(problem: Problem, backward: bool) -> None:
     assert problem.logits is not None
-    result = torch.log_softmax(problem.logits.float(), -1).gather(-1, problem.labels.unsqueeze(-1)).squeeze(-1)
+    result = (
+        torch.log_softmax(problem.logits.float(), -1)
+        .gather(-1, problem.labels.unsqueeze(-1))
+        .squeeze(-1)
+    )
     if backward:
         problem.backward(result)
 
@@ -118,11 +130,16 @@ TRAINING: dict[str, Way] = {
     "fused, with entropy": lambda p: fused(p, True, with_entropy=True),
     "fused, half masked": lambda p: fused(p, True, half=True),
 }
-FLOORS: dict[str, Way] = {"one product": lambda p: products(p, 1), "three products": lambda p: products(p, 3)}
+FLOORS: dict[str, Way] = {
+    "one product": lambda p: products(p, 1),
+    "three products": lambda p: products(p, 3),
+}
 FROM_LOGITS: dict[str, Way] = {
     "plain forward": lambda p: plain_from_logits(p, False),
     "fused forward": lambda p: fused_from_logits(p, False),
-    "fused forward, entropy": lambda p: entropy_from_logits(p.logits) if p.logits is not None else None,
+    "fused forward, entropy": lambda p: (
+        entropy_from_logits(p.logits) if p.logits is not None else None
+    ),
     "plain forward + backward": lambda p: plain_from_logits(p, True),
     "fused forward + backward": lambda p: fused_from_logits(p, True),
 }
@@ -146,7 +163,9 @@ def seconds(way: Way, problem: Problem, training: bool) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def times(ways: dict[str, Way], problem: Problem, training: bool, rounds: int) -> dict[str, list[float]]:
+def times(
+    ways: dict[str, Way], problem: Problem, training: bool, rounds: int
+) -> dict[str, list[float]]:
     for way in ways.values():
         run(way, problem, training)
     measured: dict[str, list[float]] = {name: [] for name in ways}
@@ -164,7 +183,9 @@ def resident_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status: peak memory on a CPU is measured on Linux only")
+    raise RuntimeError(
+        f"no {field} in /proc/self/status: peak memory on a CPU is measured on Linux only"
+    )
 
 
 def cpu_extra_bytes(way: Way, problem: Problem) -> int:
@@ -197,14 +218,23 @@ def worst_error(problem: Problem, rows: int = 64) -> dict[str, float]:
     with torch.no_grad():
         exact = torch.log_softmax(problem.hidden[:rows].double() @ problem.weight.double().t(), -1)
         exact = exact.gather(-1, problem.labels[:rows].unsqueeze(-1)).squeeze(-1)
-        small = Problem(problem.hidden[:rows], problem.weight, problem.labels[:rows], problem.grad, problem.half)
-        return {name: float((FORWARD[name](small).double() - exact).abs().max()) for name in ("plain", "fused")}
+        small = Problem(
+            problem.hidden[:rows], problem.weight, problem.labels[:rows], problem.grad, problem.half
+        )
+        return {
+            name: float((FORWARD[name](small).double() - exact).abs().max())
+            for name in ("plain", "fused")
+        }
 
 
 def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, tuple("-" * width for width in widths), *rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        print(
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            + " |"
+        )
     print()
 
 
@@ -220,14 +250,26 @@ def report_cpu(problem: Problem, arguments: argparse.Namespace) -> bool:
             extra = ("", "")
             if measured is training:
                 extra = (f"{memory[name] / 2**20:.0f}", f"1/{memory['plain'] / memory[name]:.1f}")
-            rows.append((f"{name}, {title}", f"{statistics.median(turns):.2f}", of_plain, *best, *extra))
-    print_table(("CPU", "median s", "of plain", "best s", "of plain", "extra MiB", "of plain"), rows)
+            rows.append(
+                (f"{name}, {title}", f"{statistics.median(turns):.2f}", of_plain, *best, *extra)
+            )
+    print_table(
+        ("CPU", "median s", "of plain", "best s", "of plain", "extra MiB", "of plain"), rows
+    )
     goals = [
         ("extra memory of plain", memory["fused"] / memory["plain"], "at most", 1 / 6),
         ("time of plain", ratio(training, "fused", "plain"), "at most", 1.6),
-        ("speed-up by masking half", 1 / ratio(training, "fused, half masked", "fused"), "at least", 1.7),
+        (
+            "speed-up by masking half",
+            1 / ratio(training, "fused, half masked", "fused"),
+            "at least",
+            1.7,
+        ),
     ]
-    reached = [(value <= goal) if sense == "at most" else (value >= goal) for _, value, sense, goal in goals]
+    reached = [
+        (value <= goal) if sense == "at most" else (value >= goal)
+        for _, value, sense, goal in goals
+    ]
     print_table(
         ("goal (forward + backward)", "found", "wanted", ""),
         [
@@ -241,11 +283,18 @@ def report_cpu(problem: Problem, arguments: argparse.Namespace) -> bool:
 def report_cuda(problem: Problem, arguments: argparse.Namespace) -> None:
     groups: list[tuple[str, dict[str, Way], bool, str]] = [
         ("forward", {"one product": FLOORS["one product"], **FORWARD}, False, "one product"),
-        ("forward + backward", {"three products": FLOORS["three products"], **TRAINING}, True, "three products"),
+        (
+            "forward + backward",
+            {"three products": FLOORS["three products"], **TRAINING},
+            True,
+            "three products",
+        ),
     ]
     for title, ways, training, floor in groups:
         if floor == "three products":
-            ways = {name: _without_graph(way) if name == floor else way for name, way in ways.items()}
+            ways = {
+                name: _without_graph(way) if name == floor else way for name, way in ways.items()
+            }
         measured = times(ways, problem, training, arguments.rounds)
         rows = [
             (
@@ -259,15 +308,22 @@ def report_cuda(problem: Problem, arguments: argparse.Namespace) -> None:
         ]
         print_table((title, "ms", f"of {floor}", "of plain", "extra GiB"), rows)
     errors = worst_error(problem)
-    print_table(("worst error of a log-prob", "against float64"), [(k, f"{v:.1e}") for k, v in errors.items()])
+    print_table(
+        ("worst error of a log-prob", "against float64"),
+        [(k, f"{v:.1e}") for k, v in errors.items()],
+    )
 
     with torch.no_grad():
         logits = problem.hidden @ problem.weight.t()
-    existing = Problem(problem.hidden, problem.weight, problem.labels, problem.grad, problem.half, logits)
+    existing = Problem(
+        problem.hidden, problem.weight, problem.labels, problem.grad, problem.half, logits
+    )
     logits.requires_grad_()
     measured = {}
     for training in (False, True):
-        ways = {name: way for name, way in FROM_LOGITS.items() if name.endswith("backward") == training}
+        ways = {
+            name: way for name, way in FROM_LOGITS.items() if name.endswith("backward") == training
+        }
         measured |= times(ways, existing, training, arguments.rounds)
     copied = logits.numel() * logits.element_size() / 2**30
     rows = [
@@ -290,23 +346,37 @@ def _without_graph(way: Way) -> Way:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal of the CPU table is missed")
-    parser.add_argument("--memory-of", choices=TRAINING, help=argparse.SUPPRESS)  # the fresh process of one way
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a goal of the CPU table is missed"
+    )
+    parser.add_argument(
+        "--memory-of", choices=TRAINING, help=argparse.SUPPRESS
+    )  # the fresh process of one way
     arguments = parser.parse_args()
     problem = Problem.random(
-        arguments.tokens, arguments.hidden, arguments.vocab, DTYPES[arguments.dtype], arguments.device
+        arguments.tokens,
+        arguments.hidden,
+        arguments.vocab,
+        DTYPES[arguments.dtype],
+        arguments.device,
     )
     if arguments.memory_of:
         print(cpu_extra_bytes(TRAINING[arguments.memory_of], problem))
         return 0
-    where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    where = (
+        torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
     print(
         f"{arguments.tokens} tokens, hidden {arguments.hidden}, vocabulary {arguments.vocab}, {arguments.dtype}, "
         f"torch {torch.__version__}, {where}, {arguments.rounds} rounds\n"

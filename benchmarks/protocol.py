@@ -42,7 +42,10 @@ class Row:
 def make_batch() -> DataProto:
     generator = torch.Generator().manual_seed(0)
     return DataProto.from_dict(
-        {f"column{i}": torch.randint(0, 1 << 40, (ROWS, TOKENS), generator=generator) for i in range(COLUMNS)}
+        {
+            f"column{i}": torch.randint(0, 1 << 40, (ROWS, TOKENS), generator=generator)
+            for i in range(COLUMNS)
+        }
     )
 
 
@@ -115,7 +118,9 @@ class EchoWorker(Worker):
 
 
 def echo_cluster(backend: BackendChoice, workers: int) -> Cluster:
-    cluster = Cluster("echo", EchoWorker, ResourceManager(backend=backend), SimpleNamespace(world_size=workers))
+    cluster = Cluster(
+        "echo", EchoWorker, ResourceManager(backend=backend), SimpleNamespace(world_size=workers)
+    )
     cluster.initialize(None)
     return cluster
 
@@ -130,18 +135,31 @@ def local_registered_call() -> list[Row]:
         through, direct = best_of(
             7,
             lambda cluster=cluster: [cluster.echo(batch) for _ in range(calls)],
-            lambda cluster=cluster: [worker.echo(batch) for worker in cluster.workers for _ in range(calls)],
+            lambda cluster=cluster: [
+                worker.echo(batch) for worker in cluster.workers for _ in range(calls)
+            ],
         )
         microseconds = (through - direct) / calls * 1e6
         detail = f"cluster.echo(batch) less {workers} x worker.echo(batch)"
-        rows.append(Row(f"local registered call, {workers} worker(s)", microseconds, limit, detail, unit="us"))
+        rows.append(
+            Row(
+                f"local registered call, {workers} worker(s)",
+                microseconds,
+                limit,
+                detail,
+                unit="us",
+            )
+        )
     return rows
 
 
 def ray_round_trip() -> list[Row]:
     """A registered call over two workers, against the least that Ray itself takes for the same arrays."""
     if importlib.util.find_spec("ray") is None:
-        print(f"ray is not installed: the Ray round trip is left out ({install_hint('ray')})", file=sys.stderr)
+        print(
+            f"ray is not installed: the Ray round trip is left out ({install_hint('ray')})",
+            file=sys.stderr,
+        )
         return []
     import ray  # after the backend has started it
 
@@ -164,7 +182,12 @@ def ray_round_trip() -> list[Row]:
     against = f"joined and writable / bare put, task, get {milliseconds(echo)}"
     return [
         Row("ray round trip, 2 workers", cost / echo, 2.5, f"{milliseconds(cost)}, {against}"),
-        Row("ray round trip, read there", cost_read / echo, 2.5, f"{milliseconds(cost_read)}, {against}"),
+        Row(
+            "ray round trip, read there",
+            cost_read / echo,
+            2.5,
+            f"{milliseconds(cost_read)}, {against}",
+        ),
     ]
 
 
@@ -183,7 +206,9 @@ def main() -> int:
     for row in rows:
         limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
         verdict = "" if row.limit is None else ("ok" if row.value <= row.limit else "MISSED")
-        print(f"{row.name:<{width}}  {f'{row.value:.2f} {row.unit}':>9}  {limit:>9}  {verdict:<6}{row.detail}")
+        print(
+            f"{row.name:<{width}}  {f'{row.value:.2f} {row.unit}':>9}  {limit:>9}  {verdict:<6}{row.detail}"
+        )
     return int(any(row.limit is not None and row.value > row.limit for row in rows))
 
 

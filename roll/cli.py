@@ -25,10 +25,14 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich help pages take longer to import than to read
 )
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.", show_default=False),
+    typer.Argument(
+        metavar="KEY=VALUE", help="Values that replace those of the file.", show_default=False
+    ),
 ]
 
 
@@ -41,7 +45,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Train language models by reinforcement and from preferences."""
@@ -74,7 +81,9 @@ def train(
     limit_threads(given_processors())  # torch knows nothing of quotas
     disable_progress_bar()  # a bar for every file that is read or written would tear ours apart
     try:
-        with pipeline_class(loaded.config)(loaded.config, progress=False if quiet else None) as pipeline:
+        with pipeline_class(loaded.config)(
+            loaded.config, progress=False if quiet else None
+        ) as pipeline:
             pipeline.run()
     except KeyboardInterrupt:
         typer.echo("Stopped.", err=True)
@@ -90,10 +99,13 @@ def check(
     machine: Annotated[
         str | None,
         typer.Option(
-            help="Compare with another machine: 8xH200, 2x8xH200, 1xA100-80GB, cpu-64GB.", show_default="this one"
+            help="Compare with another machine: 8xH200, 2x8xH200, 1xA100-80GB, cpu-64GB.",
+            show_default="this one",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print findings, numbers and config as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print findings, numbers and config as JSON.")
+    ] = False,
 ) -> None:
     """Do all of `roll train` that comes before a model is loaded: config, files, data, devices, packages, memory.
 
@@ -129,7 +141,9 @@ def check(
 def _print_report(report: CheckReport) -> None:
     config = report.loaded.config
     where = "on Ray" if config.execution_backend == "ray" else "in this process"
-    typer.echo(f"{report.loaded.path}: a valid config for the {report.pipeline} pipeline, which runs {where}\n")
+    typer.echo(
+        f"{report.loaded.path}: a valid config for the {report.pipeline} pipeline, which runs {where}\n"
+    )
     _print_table(report)
     if report.memory:
         needs = "; ".join(f"{name} {estimate}" for name, estimate in report.memory.items())
@@ -165,7 +179,9 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option(help="A run, a checkpoint of one, or a model folder.", show_default="the config's model"),
+        typer.Option(
+            help="A run, a checkpoint of one, or a model folder.", show_default="the config's model"
+        ),
     ] = None,
     samples_to: Annotated[Path | None, typer.Option(help="Folder that gets every sample.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
@@ -189,11 +205,17 @@ def evaluate(
 
 @app.command()
 def view(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)
+    ],
     live: Annotated[bool, typer.Option(help="Serve the report and follow the run.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where to write the page.", show_default="in the run")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the page.", show_default="in the run")
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of --live.", show_default="any")] = 0,
-    host: Annotated[str, typer.Option(help="Address of --live; others can then read the run.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address of --live; others can then read the run.")
+    ] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
 ) -> None:
     """Write the report of a run and open it: curves, health, and every sample down to its tokens.
@@ -215,7 +237,9 @@ def view(
 
 @app.command(name="env-check")
 def env_check(
-    env_id: Annotated[str, typer.Argument(metavar="ID", help="An id, a dotted path, or gymnasium:ID.")],
+    env_id: Annotated[
+        str, typer.Argument(metavar="ID", help="An id, a dotted path, or gymnasium:ID.")
+    ],
     options: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Arguments of the environment.")
     ] = None,
@@ -241,7 +265,9 @@ def env_check(
 
 @app.command()
 def new(
-    project: Annotated[Path, typer.Argument(metavar="PROJECT", help="A folder to make.", show_default=False)],
+    project: Annotated[
+        Path, typer.Argument(metavar="PROJECT", help="A folder to make.", show_default=False)
+    ],
 ) -> None:
     """Make a project that trains as it is: configs, a reward function, data and a tiny model.
 
@@ -251,7 +277,9 @@ def new(
     from roll.commands.new_project import new_project
 
     folder = new_project(project)
-    typer.echo(f"{folder} is ready. Next:\n\n  cd {folder}\n  roll train warm_start.yaml && roll train grpo.yaml")
+    typer.echo(
+        f"{folder} is ready. Next:\n\n  cd {folder}\n  roll train warm_start.yaml && roll train grpo.yaml"
+    )
 
 
 @app.command()
@@ -278,7 +306,9 @@ def doctor(
 
 @app.command()
 def demo(
-    everything: Annotated[bool, typer.Option("--all", help="Also a short agentic and a short DPO run.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also a short agentic and a short DPO run.")
+    ] = False,
     folder: Annotated[Path, typer.Option(help="Where to write.")] = Path("output/demo"),
 ) -> None:
     """Watch a tiny model learn on this machine, from nothing, in minutes. No GPU, no download.
@@ -303,7 +333,9 @@ def main() -> None:
     except RollError as error:
         cause = error.__cause__
         # What a worker was given, or lacks, is the user's to correct: where the worker noticed it is not.
-        if isinstance(error, WorkerError) and isinstance(cause, ConfigError | DataError | MissingDependencyError):
+        if isinstance(error, WorkerError) and isinstance(
+            cause, ConfigError | DataError | MissingDependencyError
+        ):
             error = cause
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

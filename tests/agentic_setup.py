@@ -37,7 +37,9 @@ class EchoProxy(BaseLLMProxy):
                 outputs.append(answer)
                 continue
             ids = [*self.tokenizer(answer)["input_ids"], self.tokenizer.eos_token_id]
-            outputs.append(GenerationOutput(turn.request.request_id, 0, ids, [-0.5] * len(ids), "stop", 0))
+            outputs.append(
+                GenerationOutput(turn.request.request_id, 0, ids, [-0.5] * len(ids), "stop", 0)
+            )
         return outputs
 
 
@@ -47,7 +49,12 @@ def env_config(envs: dict[str, Any], **options: Any) -> AgenticConfig:
         tag: {"env_type": f"bad_envs:{value}", "max_steps": 5} if isinstance(value, str) else value
         for tag, value in envs.items()
     }
-    manager = {"num_env_groups": 2 * len(envs), "group_size": 2, "tags": list(envs), "env_timeout": 1.0}
+    manager = {
+        "num_env_groups": 2 * len(envs),
+        "group_size": 2,
+        "tags": list(envs),
+        "env_timeout": 1.0,
+    }
     manager |= options.pop("manager", {})
     groups = manager["num_env_groups"] * manager["group_size"]
     return AgenticConfig(
@@ -68,7 +75,9 @@ def env_config(envs: dict[str, Any], **options: Any) -> AgenticConfig:
 def scheduler_of(config: AgenticConfig, proxy: Any = None, mode: Any = "train", **options: Any):
     tokenizer = character_tokenizer()
     manager = config.train_env_manager
-    with Cluster("train_env", manager.worker_cls, ResourceManager(backend="local"), manager) as cluster:
+    with Cluster(
+        "train_env", manager.worker_cls, ResourceManager(backend="local"), manager
+    ) as cluster:
         proxy = proxy or EchoProxy(tokenizer)
         scheduler = RolloutScheduler(
             config, manager, mode, env_cluster=cluster, proxy=proxy, tokenizer=tokenizer, **options

@@ -19,7 +19,10 @@ class GoodEnv(Env):
     def step(self, action):
         self.step_number += 1
         right = "a" in action
-        info = {"metrics": {"success": right, "action_is_valid": True}, "metrics_agg_mode": {"success": "last"}}
+        info = {
+            "metrics": {"success": right, "action_is_valid": True},
+            "metrics_agg_mode": {"success": "last"},
+        }
         return f"turn {self.step_number}", float(right), self.step_number >= self.turns, False, info
 
     def sample_random_action(self):

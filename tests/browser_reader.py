@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 THROTTLE = float(os.environ.get("ROLL_BROWSER_THROTTLE", "1"))
 SCREEN = {"width": 1280, "height": 860}
 
@@ -36,7 +38,10 @@ class Reader:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self.page.on(
-            "console", lambda message: message.type in ("error", "warning") and self.errors.append(message.text)
+            "console",
+            lambda message: (
+                message.type in ("error", "warning") and self.errors.append(message.text)
+            ),
         )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("dialog", lambda dialog: self.errors.append(f"dialog {dialog.message}"))
@@ -97,5 +102,6 @@ class Reader:
 def drawn(page: Any, count: int) -> None:
     """Wait until that many curves are on the page."""
     page.wait_for_function(
-        "count => document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= count", arg=count
+        "count => document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= count",
+        arg=count,
     )

@@ -69,7 +69,9 @@ class EchoWorker(Worker):
     def rank_zero_only(self, value: object) -> tuple[int, object]:
         return self.rank, value
 
-    def plain(self, *values: object, **named: object) -> tuple[int, tuple[object, ...], dict[str, object]]:
+    def plain(
+        self, *values: object, **named: object
+    ) -> tuple[int, tuple[object, ...], dict[str, object]]:
         return self.rank, values, named
 
     def lay_out(self, tp_size: int) -> None:
@@ -203,7 +205,11 @@ class GroupWorker(Worker):
     def join(self) -> tuple[int, int, str]:
         self.init_process_group()
         group = torch.distributed.group.WORLD
-        return torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.distributed.get_backend(group)
+        return (
+            torch.distributed.get_rank(),
+            torch.distributed.get_world_size(),
+            torch.distributed.get_backend(group),
+        )
 
     def all_reduce(self) -> float:
         value = torch.tensor([float(self.rank + 1)])

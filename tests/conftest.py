@@ -37,7 +37,9 @@ PORTABLE = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     paths = [HERE / name for name in PORTABLE]
     if missing := [str(path) for path in paths if not path.exists()]:
-        raise pytest.UsageError(f"tests/conftest.py: PORTABLE names what is not there: {', '.join(missing)}")
+        raise pytest.UsageError(
+            f"tests/conftest.py: PORTABLE names what is not there: {', '.join(missing)}"
+        )
     for item in items:
         if any(item.path.is_relative_to(path) for path in paths):
             item.add_marker(pytest.mark.portable)
@@ -83,5 +85,7 @@ def nothing_is_left() -> Iterator[None]:
     threads, processes = set(threading.enumerate()), {child.pid for child in children()}
     yield
     left = set(threading.enumerate()) - threads
-    assert [thread for thread in left if type(thread).__name__ != "TMonitor"] == []  # tqdm keeps that one
+    assert [
+        thread for thread in left if type(thread).__name__ != "TMonitor"
+    ] == []  # tqdm keeps that one
     assert [child for child in children() if child.pid not in processes] == []

@@ -7,7 +7,14 @@ from roll.ops.decode_attention import decode_attention, reference
 
 
 def decode_inputs(
-    rows: int, heads: int, kv_heads: int, tokens: int, size: int, dtype: torch.dtype, device: str, seed: int
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    size: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Query, keys, values, first columns and the end, with NaN in all columns that nobody may look at."""
     generator = torch.Generator().manual_seed(seed)
@@ -21,7 +28,9 @@ def decode_inputs(
     is_seen = (column >= first[:, None]) & (column < stop)
     # As the cache has them: (rows, tokens, heads, size), the heads of keys side by side.
     keys, values = (
-        normal(rows, tokens, kv_heads, size).masked_fill(~is_seen[:, :, None, None], torch.nan).transpose(1, 2)
+        normal(rows, tokens, kv_heads, size)
+        .masked_fill(~is_seen[:, :, None, None], torch.nan)
+        .transpose(1, 2)
         for _ in range(2)
     )
     query = 2 * normal(rows, heads, size)
@@ -36,9 +45,13 @@ def decode_inputs(
 
 def check_decode_attention(*shape: int, dtype: torch.dtype, device: str, seed: int) -> None:
     rows, heads, kv_heads, tokens, size = shape
-    query, keys, values, first, stop = decode_inputs(rows, heads, kv_heads, tokens, size, dtype, device, seed)
+    query, keys, values, first, stop = decode_inputs(
+        rows, heads, kv_heads, tokens, size, dtype, device, seed
+    )
     scale = size**-0.5
-    expected = torch.stack([_one_row(query[r], keys[r], values[r], first[r], stop, scale) for r in range(rows)])
+    expected = torch.stack(
+        [_one_row(query[r], keys[r], values[r], first[r], stop, scale) for r in range(rows)]
+    )
     for found in (
         decode_attention(query, keys, values, first, stop, scale),
         reference(query, keys, values, first, stop, scale),
@@ -48,7 +61,9 @@ def check_decode_attention(*shape: int, dtype: torch.dtype, device: str, seed: i
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def _one_row(query: Tensor, keys: Tensor, values: Tensor, first: Tensor, stop: Tensor, scale: float) -> Tensor:
+def _one_row(
+    query: Tensor, keys: Tensor, values: Tensor, first: Tensor, stop: Tensor, scale: float
+) -> Tensor:
     """In float64, head by head."""
     columns = slice(int(first), int(stop))
     groups = query.shape[0] // keys.shape[0]

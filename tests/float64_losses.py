@@ -12,7 +12,10 @@ Rows = list[list[float]]
 def cells(mask: Rows, keep: Rows | None = None) -> list[tuple[int, int]]:
     """Valid positions, in reading order."""
     return [
-        (i, t) for i in range(len(mask)) for t in range(len(mask[i])) if mask[i][t] and (keep is None or keep[i][t])
+        (i, t)
+        for i in range(len(mask))
+        for t in range(len(mask[i]))
+        if mask[i][t] and (keep is None or keep[i][t])
     ]
 
 
@@ -77,7 +80,9 @@ def kl_loss(kind: str, lp: float, ref: float, frozen: float) -> float:
     return {"k3": k3(lp, ref), "mse": (lp - ref) ** 2 / 2, "abs": abs(lp - ref)}[kind]
 
 
-def log_ratios(lp: Rows, old: Rows, mask: Rows, keep: Rows | None, ratio_type: str) -> dict[tuple[int, int], float]:
+def log_ratios(
+    lp: Rows, old: Rows, mask: Rows, keep: Rows | None, ratio_type: str
+) -> dict[tuple[int, int], float]:
     token = {(i, t): lp[i][t] - old[i][t] for i, t in cells(mask, keep)}
     if ratio_type == "token":
         return token
@@ -124,14 +129,18 @@ def policy_loss(
     n_tok = num_tokens if num_tokens is not None else max(len(cells(mask)), 1)
     n_seq = num_sequences if num_sequences is not None else max(len({i for i, _ in cells(mask)}), 1)
 
-    def agg(values: dict[tuple[int, int], float], how: str = mode, weights: list[float] | None = None) -> float:
+    def agg(
+        values: dict[tuple[int, int], float], how: str = mode, weights: list[float] | None = None
+    ) -> float:
         return aggregate(values, mask, how, n_tok, n_seq, weights, norm_factor)
 
     log_rho = log_ratios(log_probs, old_log_probs, mask, keep, ratio_type)
     frozen = log_probs if frozen_log_probs is None else frozen_log_probs
     frozen_rho = log_ratios(frozen, old_log_probs, mask, keep, ratio_type)
     if ratio_type.endswith("_token"):  # the shared ratio is a constant, times p / sg[p]
-        log_rho = {(i, t): value + log_probs[i][t] - frozen[i][t] for (i, t), value in frozen_rho.items()}
+        log_rho = {
+            (i, t): value + log_probs[i][t] - frozen[i][t] for (i, t), value in frozen_rho.items()
+        }
     loss, clipped = {}, {}
     for i, t in kept:
         rho, stopped, a, lp = (
@@ -166,7 +175,12 @@ def policy_loss(
     pg, weighted = agg(loss), agg(loss, weights=sample_weights)
     kl = 0.0
     if ref_log_probs is not None:
-        kl = agg({(i, t): kl_loss(kl_kind, log_probs[i][t], ref_log_probs[i][t], frozen[i][t]) for i, t in kept})
+        kl = agg(
+            {
+                (i, t): kl_loss(kl_kind, log_probs[i][t], ref_log_probs[i][t], frozen[i][t])
+                for i, t in kept
+            }
+        )
     ent = 0.0 if entropy is None else agg({(i, t): entropy[i][t] for i, t in kept})
     rho = {(i, t): bounded_exp(log_rho[i, t]) for i, t in kept}
     delta = {(i, t): log_probs[i][t] - old_log_probs[i][t] for i, t in kept}
@@ -196,7 +210,11 @@ def policy_gradient(step: float = 1e-6, **arguments: Any) -> Rows:
         for sign in (1, -1):
             moved = [list(row) for row in log_probs]
             moved[i][t] += sign * step
-            values.append(policy_loss(**{**arguments, "log_probs": moved, "frozen_log_probs": log_probs})["total"])
+            values.append(
+                policy_loss(**{**arguments, "log_probs": moved, "frozen_log_probs": log_probs})[
+                    "total"
+                ]
+            )
         gradient[i][t] = (values[0] - values[1]) / (2 * step)
     return gradient
 
@@ -205,7 +223,10 @@ def train_infer_gap(old: Rows, infer: Rows, mask: Rows) -> dict[str, dict[str, R
     """{"ratio": {level: rows}, "diff": {level: rows}}, 0 where masked."""
     shape = [[0.0] * len(row) for row in mask]
     gap = {
-        kind: {level: [list(row) for row in shape] for level in ("token", "segment", "geometric", "sequence")}
+        kind: {
+            level: [list(row) for row in shape]
+            for level in ("token", "segment", "geometric", "sequence")
+        }
         for kind in ("ratio", "diff")
     }
     for i, row in enumerate(mask):
@@ -227,7 +248,11 @@ def train_infer_gap(old: Rows, infer: Rows, mask: Rows) -> dict[str, dict[str, R
 
 
 def value_loss(
-    values: Rows, returns: Rows, mask: Rows, old_values: Rows | None = None, clip: float | None = None
+    values: Rows,
+    returns: Rows,
+    mask: Rows,
+    old_values: Rows | None = None,
+    clip: float | None = None,
 ) -> dict[str, float]:
     """Mean over rows of the mean over tokens."""
     loss, clipped, error = {}, {}, {}
@@ -270,7 +295,9 @@ def preference_losses(
     return [pair_loss(loss_type, *pair, beta, ls, tau) for pair in zip(c, r, *lens, strict=True)]
 
 
-def pair_loss(loss_type: str, c: float, r: float, len_c: int, len_r: int, beta: float, ls: float, tau: float) -> float:
+def pair_loss(
+    loss_type: str, c: float, r: float, len_c: int, len_r: int, beta: float, ls: float, tau: float
+) -> float:
     """One pair with log-ratios c and r."""
     z, mean_margin = beta * (c - r), c / max(len_c, 1) - r / max(len_r, 1)
     k = sigmoid(z / tau)
@@ -282,9 +309,12 @@ def pair_loss(loss_type: str, c: float, r: float, len_c: int, len_r: int, beta: 
         "hinge": lambda: max(0.0, 1 - z),
         "robust": lambda: (-(1 - ls) * log_sigmoid(z) + ls * log_sigmoid(-z)) / (1 - 2 * ls),
         "exo_pair": lambda: (
-            sigmoid(z) * (log_sigmoid(z) - math.log(1 - ls)) + sigmoid(-z) * (log_sigmoid(-z) - math.log(ls))
+            sigmoid(z) * (log_sigmoid(z) - math.log(1 - ls))
+            + sigmoid(-z) * (log_sigmoid(-z) - math.log(ls))
         ),
-        "nca_pair": lambda: -log_sigmoid(beta * c) - 0.5 * log_sigmoid(-beta * c) - 0.5 * log_sigmoid(-beta * r),
+        "nca_pair": lambda: (
+            -log_sigmoid(beta * c) - 0.5 * log_sigmoid(-beta * c) - 0.5 * log_sigmoid(-beta * r)
+        ),
         "bco_pair": lambda: -log_sigmoid(beta * c) - log_sigmoid(-beta * r),
         "sppo_hard": lambda: (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
         "apo_zero": lambda: 1 - sigmoid(beta * c) + sigmoid(beta * r),

@@ -143,18 +143,24 @@ def whiten(x: Rows, mask: Mask) -> Rows:
     out = zeros(mask)
     valid = [x[i][t] for i, t in cells(mask)]
     if len(valid) < 2:
-        return [[x[i][t] if mask[i][t] else 0.0 for t in range(len(mask[i]))] for i in range(len(mask))]
+        return [
+            [x[i][t] if mask[i][t] else 0.0 for t in range(len(mask[i]))] for i in range(len(mask))
+        ]
     mean, std = mean_std(valid)
     for i, t in cells(mask):
         out[i][t] = (x[i][t] - mean) / math.sqrt(std**2 + 1e-8)
     return out
 
 
-def step_returns(scores: list[float], traj_ids: list[str], steps: list[int], gamma: float) -> list[float]:
+def step_returns(
+    scores: list[float], traj_ids: list[str], steps: list[int], gamma: float
+) -> list[float]:
     """Discounted over the later steps of the same trajectory."""
     out = []
     for i in range(len(scores)):
-        later = [j for j in range(len(scores)) if traj_ids[j] == traj_ids[i] and steps[j] >= steps[i]]
+        later = [
+            j for j in range(len(scores)) if traj_ids[j] == traj_ids[i] and steps[j] >= steps[i]
+        ]
         later.sort(key=lambda j: steps[j])
         out.append(math.fsum(scores[j] * gamma**k for k, j in enumerate(later)))
     return out

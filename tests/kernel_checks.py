@@ -48,7 +48,10 @@ def kernel_statistics(
 
 
 def exact(
-    raw: Tensor, labels: Tensor | None, transform: LogitTransform, grads: tuple[Tensor | None, Tensor | None]
+    raw: Tensor,
+    labels: Tensor | None,
+    transform: LogitTransform,
+    grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[list[Tensor | None], Tensor]:
     """([log-normaliser, log-probs, entropy], gradient of raw) in float64, by autograd."""
     x = raw.detach().double().requires_grad_()
@@ -66,12 +69,18 @@ def exact(
     total = total + 0.0 * x.sum()
     total.backward()
     assert x.grad is not None
-    return [torch.logsumexp(y, 1).detach(), None if log_probs is None else log_probs.detach(), entropy.detach()], x.grad
+    return [
+        torch.logsumexp(y, 1).detach(),
+        None if log_probs is None else log_probs.detach(),
+        entropy.detach(),
+    ], x.grad
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "") -> None:
     """By the norm: sums are float32, and only what is stored in a low precision is rounded to it."""
-    assert not found.isnan().any(), f"{what}: {int(found.isnan().sum())} entries were not written, or are NaN"
+    assert not found.isnan().any(), (
+        f"{what}: {int(found.isnan().sum())} entries were not written, or are NaN"
+    )
     scale = expected.norm().clamp(min=1e-12)
     error = float((found.double() - expected).norm() / scale)
     tolerance = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
@@ -81,7 +90,10 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str =
 
 
 def random_logits(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    draw = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3.0
+    draw = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * 3.0
+    )
     return draw.to(dtype).to(device)
 
 
@@ -91,12 +103,19 @@ def random_gradients(num_rows: int, device: str, seed: int) -> tuple[Tensor, Ten
 
 
 def check_rows(
-    raw: Tensor, transform: LogitTransform, *, seed: int, cuts: tuple[int, ...] = (), in_place: bool = False
+    raw: Tensor,
+    transform: LogitTransform,
+    *,
+    seed: int,
+    cuts: tuple[int, ...] = (),
+    in_place: bool = False,
 ) -> None:
     """Both passes over rows `raw` (R, C) of any strides, with log-probs and entropy."""
     num_rows, num_columns = raw.shape
     device = raw.device.type
-    labels = torch.randint(0, num_columns, (num_rows,), generator=torch.Generator().manual_seed(seed)).to(device)
+    labels = torch.randint(
+        0, num_columns, (num_rows,), generator=torch.Generator().manual_seed(seed)
+    ).to(device)
     grads = random_gradients(num_rows, device, seed)
     expected, expected_grad = exact(raw, labels, transform, grads)
     found = kernel_statistics(raw, labels, transform, cuts=cuts)

@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def reference(
-    logits: Tensor, labels: Tensor | None = None, mask: Tensor | None = None, temperature: float = 1.0
+    logits: Tensor,
+    labels: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor | None, Tensor]:
     """(log_probs, entropy) of logits (..., V): log_softmax of the selected rows, zeros elsewhere. Differentiable."""
     chosen = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask != 0
@@ -19,17 +22,24 @@ def reference(
     zeros = torch.zeros(chosen.shape, dtype=rows.dtype)
     possible = rows > -torch.inf
     finite = torch.where(possible, rows, 0.0)
-    entropy = zeros.masked_scatter(chosen, -(torch.where(possible, finite.exp(), 0.0) * finite).sum(-1))
+    entropy = zeros.masked_scatter(
+        chosen, -(torch.where(possible, finite.exp(), 0.0) * finite).sum(-1)
+    )
     if labels is None:
         return None, entropy
-    return zeros.masked_scatter(chosen, rows.gather(-1, labels[chosen].unsqueeze(-1)).squeeze(-1)), entropy
+    return zeros.masked_scatter(
+        chosen, rows.gather(-1, labels[chosen].unsqueeze(-1)).squeeze(-1)
+    ), entropy
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest entry."""
     if expected.numel() == 0:
         return 0.0
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-300))
+    return float(
+        (found.double() - expected.double()).abs().max()
+        / expected.double().abs().max().clamp(min=1e-300)
+    )
 
 
 class TensorWatch(TorchDispatchMode):

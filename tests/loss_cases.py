@@ -41,7 +41,9 @@ def policy_columns(seed: int, mask: Tensor, spread: float = 0.4) -> dict[str, Te
         "entropy_BT": torch.rand(mask.shape, generator=generator),
         "is_weight_BT": 0.5 + torch.rand(mask.shape, generator=generator),
     }
-    return {name: torch.where(mask.bool(), value, torch.zeros(())) for name, value in columns.items()}
+    return {
+        name: torch.where(mask.bool(), value, torch.zeros(())) for name, value in columns.items()
+    }
 
 
 def poisoned(tensor: Tensor, mask: Tensor, garbage: float) -> Tensor:
@@ -75,13 +77,18 @@ def cuts(rows: int, seed: int) -> list[list[int]]:
 
 def lists(**tensors: Any) -> dict[str, Any]:
     """Nested lists for the float64 references."""
-    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in tensors.items()}
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in tensors.items()
+    }
 
 
 VOCABULARY = 11
 
 
-def policy_batch(seed: int = 0, rows: int = 4, width: int = 10, empty_row: bool = False) -> tuple[DataProto, Tensor]:
+def policy_batch(
+    seed: int = 0, rows: int = 4, width: int = 10, empty_row: bool = False
+) -> tuple[DataProto, Tensor]:
     """(a batch of trajectories of several turns, the logits of the policy at hand)."""
     mask = random_mask(seed, rows, width - 1, empty_row)
     generator = torch.Generator().manual_seed(seed + 2)
@@ -101,7 +108,9 @@ def policy_batch(seed: int = 0, rows: int = 4, width: int = 10, empty_row: bool 
             "old_log_probs": near(0.3),
             "ref_log_probs": near(0.3),
             "infer_logprobs": near(0.3),
-            "advantages": torch.where(mask.bool(), torch.randn(mask.shape, generator=generator), torch.zeros(())),
+            "advantages": torch.where(
+                mask.bool(), torch.randn(mask.shape, generator=generator), torch.zeros(())
+            ),
         }
     )
     return data, logits
@@ -130,7 +139,9 @@ def narrowed(data: DataProto, rows: list[int], columns: slice) -> DataProto:
     return piece
 
 
-def loss_and_gradient(worker: Any, data: DataProto, logits: Tensor) -> tuple[Tensor, dict[str, float], Tensor]:
+def loss_and_gradient(
+    worker: Any, data: DataProto, logits: Tensor
+) -> tuple[Tensor, dict[str, float], Tensor]:
     """(loss, metrics, gradient with respect to the logits) of a worker."""
     leaf = logits.detach().clone().requires_grad_()
     loss, metrics = worker.loss_func(data, leaf)
@@ -140,6 +151,14 @@ def loss_and_gradient(worker: Any, data: DataProto, logits: Tensor) -> tuple[Ten
 
 def merged(metrics: list[dict[str, float]]) -> dict[str, float]:
     """What the tags of the keys say about several micro-batches."""
-    reducers = {"sum": sum, "max": max, "min": min, "mean": lambda values: sum(values) / len(values)}
+    reducers = {
+        "sum": sum,
+        "max": max,
+        "min": min,
+        "mean": lambda values: sum(values) / len(values),
+    }
     keys = {key for item in metrics for key in item}
-    return {key: reducers[key.rsplit("@")[1]]([item[key] for item in metrics if key in item]) for key in keys}
+    return {
+        key: reducers[key.rsplit("@")[1]]([item[key] for item in metrics if key in item])
+        for key in keys
+    }

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-AREAS = (
-    "actor actor_train critic env global_seqlen group mask rollout scheduler system time token tokens val val_correct"
-)
+AREAS = "actor actor_train critic env global_seqlen group mask rollout scheduler system time token tokens val val_correct"
 METRIC = re.compile(rf"(?:{'|'.join(AREAS.split())})(?:/[\w@{{}}.*-]+)+")
 ANYTHING = "{}"
 
 
 def documented_metrics() -> list[str]:
     """The names of docs/metrics.md, `{a,b}` written out; `{x}`, which stands for anything, becomes `{}`."""
-    names = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), flags=re.MULTILINE)
+    names = re.findall(
+        r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), flags=re.MULTILINE
+    )
     return [written_out for name in names for written_out in _write_out(name)]
 
 
@@ -41,7 +41,10 @@ def emitted_metrics() -> dict[str, str]:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
-                text = "".join(part.value if isinstance(part, ast.Constant) else ANYTHING for part in node.values)
+                text = "".join(
+                    part.value if isinstance(part, ast.Constant) else ANYTHING
+                    for part in node.values
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 text = node.value
             else:

@@ -12,7 +12,10 @@ def make(num_rows: int = 4) -> DataProto:
             "ids": torch.arange(2 * num_rows).view(num_rows, 2),
             "score": torch.arange(num_rows, dtype=torch.bfloat16) / 2,
         },
-        {"tag": ["ab"[i % 2] for i in range(num_rows)], "history": [[0] * i for i in range(num_rows)]},
+        {
+            "tag": ["ab"[i % 2] for i in range(num_rows)],
+            "history": [[0] * i for i in range(num_rows)],
+        },
         {"global_step": 3, "metrics": {"loss": 1.0}},
     )
 

@@ -36,7 +36,9 @@ def _columns(header: dict[str, Any], data: bytes) -> dict[str, np.ndarray]:
         length, planes = about["length"], about["planes"]
         whole = np.zeros(length, np.uint32)
         for plane in range(planes):
-            whole |= np.frombuffer(data, np.uint8, length, plane * length).astype(np.uint32) << (8 * plane)
+            whole |= np.frombuffer(data, np.uint8, length, plane * length).astype(np.uint32) << (
+                8 * plane
+            )
         data = data[planes * length :]
         if about.get("whole"):
             columns[name] = whole

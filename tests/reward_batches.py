@@ -26,7 +26,9 @@ def reward_config(**options: Any) -> SimpleNamespace:
 
 
 def scored(rewards: list[float], **non_tensors: Any) -> DataProto:
-    return DataProto.from_dict({"response_level_rewards": torch.tensor(rewards)}, non_tensors=non_tensors)
+    return DataProto.from_dict(
+        {"response_level_rewards": torch.tensor(rewards)}, non_tensors=non_tensors
+    )
 
 
 def token_batch(**columns: Any) -> DataProto:
@@ -52,9 +54,14 @@ def assert_unchanged(before: Any, *after: Any) -> None:
         if isinstance(old, DataProto):
             assert set(old.batch.keys()) == set(new.batch.keys())
             for key in old.batch.keys():
-                torch.testing.assert_close(old.batch[key], new.batch[key], rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(
+                    old.batch[key], new.batch[key], rtol=0, atol=0, equal_nan=True
+                )
             assert set(old.non_tensor_batch) == set(new.non_tensor_batch)
-            assert all((old.non_tensor_batch[key] == new.non_tensor_batch[key]).all() for key in old.non_tensor_batch)
+            assert all(
+                (old.non_tensor_batch[key] == new.non_tensor_batch[key]).all()
+                for key in old.non_tensor_batch
+            )
             assert old.meta_info == new.meta_info
         else:
             assert old == new
@@ -66,4 +73,6 @@ def advantage_batch(**columns: Any) -> DataProto:
         "token_level_rewards": torch.tensor([[0.5, NAN, 1.0, NAN], [NAN, 0.0, -1.0, NAN]]),
         "values": torch.tensor([[0.2, NAN, 0.4, NAN], [NAN, 0.1, 0.3, NAN]]),
     }
-    return DataProto.from_dict({key: value for key, value in (defaults | columns).items() if value is not None})
+    return DataProto.from_dict(
+        {key: value for key, value in (defaults | columns).items() if value is not None}
+    )

@@ -24,7 +24,10 @@ CLOCKED = ("time", "system/time", "system/tps", "system/actor", "rollout/wait")
 def write_rows(path: Path, num: int, *, seed: int = 0, digits: int = 3, **columns: Any) -> Path:
     rng = random.Random(seed)
     texts = ["".join(rng.choice("0123456789") for _ in range(digits)) for _ in range(num)]
-    rows = [{"prompt": f"{text}<", "ground_truth": text[::-1], "tag": "reverse", **columns} for text in texts]
+    rows = [
+        {"prompt": f"{text}<", "ground_truth": text[::-1], "tag": "reverse", **columns}
+        for text in texts
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -32,7 +35,9 @@ def write_rows(path: Path, num: int, *, seed: int = 0, digits: int = 3, **column
 def make_inputs(folder: Path, *, reward: str = REWARD, num_rows: int = 24, seed: int = 0) -> Path:
     """model/, train.jsonl, test.jsonl and reward.py in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_tiny_model(folder / "model", CHARACTERS, seed=seed, hidden=32, heads=1, initializer_range=0.2)
+    make_tiny_model(
+        folder / "model", CHARACTERS, seed=seed, hidden=32, heads=1, initializer_range=0.2
+    )
     write_rows(folder / "train.jsonl", num_rows)
     write_rows(folder / "test.jsonl", 6, seed=1)
     (folder / "reward.py").write_text(reward, encoding="utf-8")
@@ -62,7 +67,11 @@ def make_values(folder: Path, **overrides: Any) -> dict[str, Any]:
         "actor_train": {
             **role,
             "data_args": {"file_name": str(folder / "train.jsonl")},
-            "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 8, "lr_scheduler_type": "constant"},
+            "training_args": {
+                "learning_rate": 1e-2,
+                "per_device_train_batch_size": 8,
+                "lr_scheduler_type": "constant",
+            },
             "strategy_args": {"strategy_name": "hf_train"},
         },
         "actor_infer": {
@@ -70,7 +79,9 @@ def make_values(folder: Path, **overrides: Any) -> dict[str, Any]:
             "generating_args": {"temperature": 1.0, "top_p": 1.0, "top_k": 0},
             "strategy_args": {"strategy_name": "hf_infer"},
         },
-        "rewards": {"reverse": {"reward_fn": f"{folder / 'reward.py'}:score", "reward_timeout": 10}},
+        "rewards": {
+            "reverse": {"reward_fn": f"{folder / 'reward.py'}:score", "reward_timeout": 10}
+        },
     }
     return {**values, **overrides}
 
@@ -82,7 +93,9 @@ def make_config(folder: Path, **overrides: Any) -> RLVRConfig:
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
     """The lines of a run without anything that depends on the clock, and without lines that say nothing else."""
     lines = read_metrics(run_dir / "metrics.jsonl")
-    kept = [{key: value for key, value in line.items() if not key.startswith(CLOCKED)} for line in lines]
+    kept = [
+        {key: value for key, value in line.items() if not key.startswith(CLOCKED)} for line in lines
+    ]
     return [line for line in kept if line.keys() > {"step"}]
 
 

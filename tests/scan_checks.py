@@ -36,7 +36,9 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor.t().contiguous().t() if layout == "transposed" else tensor
 
 
-def random_rows(rows: int, width: int, seed: int, device: str, share: float = 0.7) -> tuple[Tensor, Tensor, Tensor]:
+def random_rows(
+    rows: int, width: int, seed: int, device: str, share: float = 0.7
+) -> tuple[Tensor, Tensor, Tensor]:
     """(x, y, mask): two tensors of normal numbers and a mask of random tokens, whole runs of them or none in a row."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, rows, width, generator=generator)
@@ -48,10 +50,16 @@ def random_rows(rows: int, width: int, seed: int, device: str, share: float = 0.
 
 
 def with_garbage(tensor: Tensor, mask: Tensor, seed: int) -> Tensor:
-    return torch.where(mask, tensor, torch.tensor(GARBAGE[seed % len(GARBAGE)], dtype=tensor.dtype).to(tensor.device))
+    return torch.where(
+        mask,
+        tensor,
+        torch.tensor(GARBAGE[seed % len(GARBAGE)], dtype=tensor.dtype).to(tensor.device),
+    )
 
 
-def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def loop_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """One token after the other, in float64, on the CPU."""
     rewards, values, mask = (x.cpu() for x in (rewards.double(), values.double(), mask))
     advantages = torch.zeros_like(rewards)
@@ -59,17 +67,24 @@ def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: f
     for t in reversed(range(rewards.shape[1])):
         valid, value = mask[:, t], values[:, t]
         found = rewards[:, t] + gamma * next_value - value + gamma * lam * advantage
-        advantage, next_value = torch.where(valid, found, advantage), torch.where(valid, value, next_value)
+        advantage, next_value = (
+            torch.where(valid, found, advantage),
+            torch.where(valid, value, next_value),
+        )
         advantages[:, t] = torch.where(valid, advantage, 0.0)
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
 def assert_close(found: Tensor, exact: Tensor, tolerance: float = 1e-6) -> None:
     scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
-    torch.testing.assert_close(found.cpu().double(), exact.cpu().double(), rtol=tolerance, atol=tolerance * scale)
+    torch.testing.assert_close(
+        found.cpu().double(), exact.cpu().double(), rtol=tolerance, atol=tolerance * scale
+    )
 
 
-def check_recurrences(kernels: Any, shape: tuple[int, int], seed: int, device: str, **options: Any) -> None:
+def check_recurrences(
+    kernels: Any, shape: tuple[int, int], seed: int, device: str, **options: Any
+) -> None:
     """`discounted_sums`, with values and without."""
     gamma, lam = options.get("gamma", 0.97), options.get("lam", 0.9)
     dtype, layout = options.get("dtype", torch.float32), options.get("layout", "contiguous")
@@ -88,7 +103,12 @@ def check_recurrences(kernels: Any, shape: tuple[int, int], seed: int, device: s
 
 
 def check_segment_means(
-    kernels: Any, shape: tuple[int, int], seed: int, device: str, layout: str = "contiguous", with_keep: bool = True
+    kernels: Any,
+    shape: tuple[int, int],
+    seed: int,
+    device: str,
+    layout: str = "contiguous",
+    with_keep: bool = True,
 ) -> None:
     """Both directions against the plain version in float64; all tokens of a run get the same bits."""
     x, gradient, mask = random_rows(*shape, seed, device, share=0.95)
@@ -98,8 +118,12 @@ def check_segment_means(
     exact_mean.backward(gradient.cpu().double())
     masks = laid_out(mask, layout), None if keep is None else laid_out(keep, layout)
     with poisoned_memory():
-        mean = kernels.segment_means(laid_out(with_garbage(x, mask, seed), layout), *masks, backward=False)
-        slope = kernels.segment_means(laid_out(with_garbage(gradient, mask, seed), layout), *masks, backward=True)
+        mean = kernels.segment_means(
+            laid_out(with_garbage(x, mask, seed), layout), *masks, backward=False
+        )
+        slope = kernels.segment_means(
+            laid_out(with_garbage(gradient, mask, seed), layout), *masks, backward=True
+        )
     assert_close(mean, exact_mean.detach())
     assert exact.grad is not None
     assert_close(slope, exact.grad)
@@ -107,7 +131,9 @@ def check_segment_means(
     assert torch.equal(mean[:, 1:][goes_on], mean[:, :-1][goes_on])
 
 
-def loss_columns(shape: tuple[int, int], seed: int, device: str, spread: float = 0.5) -> tuple[dict[str, Any], Tensor]:
+def loss_columns(
+    shape: tuple[int, int], seed: int, device: str, spread: float = 0.5
+) -> tuple[dict[str, Any], Tensor]:
     """Everything that a policy loss may take, and the mask."""
     noise, other, mask = random_rows(*shape, seed, device)
     generator = torch.Generator().manual_seed(seed + 7)
@@ -129,13 +155,17 @@ def loss_columns(shape: tuple[int, int], seed: int, device: str, spread: float =
     return columns, mask
 
 
-def loss_and_gradients(columns: dict[str, Any], **options: Any) -> tuple[PolicyLoss, list[Tensor], dict[str, Tensor]]:
+def loss_and_gradients(
+    columns: dict[str, Any], **options: Any
+) -> tuple[PolicyLoss, list[Tensor], dict[str, Tensor]]:
     """The loss, its gradients by log-probs and entropy, and all statistics, from tensors that stay as they are."""
     wanted = ["log_probs_BT", *(["entropy_BT"] if columns.get("entropy_BT") is not None else [])]
     leaves = {name: columns[name].detach().clone().requires_grad_() for name in wanted}
     loss = policy_loss(**{**columns, **leaves}, **options)
     (loss.total * 3.0).backward()
-    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / 3.0 for leaf in leaves.values()]
+    gradients = [
+        torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / 3.0 for leaf in leaves.values()
+    ]
     counts = {name: options.get(name) for name in ("num_tokens", "num_sequences", "norm_factor")}
     return loss, gradients, policy_statistics(loss, agg_mode=options["agg_mode"], **counts)
 
@@ -147,7 +177,12 @@ def check_token_loss(
     """The kernel against the plain version in float64: loss, gradients, every statistic."""
     columns, mask = loss_columns(shape, seed, device, spread)
     columns = {name: None if name in without else value for name, value in columns.items()}
-    options = {"num_tokens": int(mask.sum()) + 3, "num_sequences": shape[0] + 2, "norm_factor": 50.0, **options}
+    options = {
+        "num_tokens": int(mask.sum()) + 3,
+        "num_sequences": shape[0] + 2,
+        "norm_factor": 50.0,
+        **options,
+    }
 
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -156,12 +191,16 @@ def check_token_loss(
         {name: double(value) for name, value in columns.items()}, mask_BT=mask, **options
     )
     dirty = {
-        name: laid_out(with_garbage(value, mask, seed), layout) if name.endswith("_BT") and name != "keep_BT" else value
+        name: laid_out(with_garbage(value, mask, seed), layout)
+        if name.endswith("_BT") and name != "keep_BT"
+        else value
         for name, value in columns.items()
         if value is not None
     }
     with poisoned_memory():
-        found, gradients, statistics = loss_and_gradients(dirty, mask_BT=laid_out(mask, layout), **options)
+        found, gradients, statistics = loss_and_gradients(
+            dirty, mask_BT=laid_out(mask, layout), **options
+        )
     assert found.details is None, "the kernel was not used"
     for name in ("total", "pg", "weighted_pg", "kl", "entropy"):
         value, expected = getattr(found, name), getattr(exact, name)
@@ -170,7 +209,9 @@ def check_token_loss(
             assert_close(value.detach(), expected.detach(), tolerance)
     assert statistics.keys() == exact_statistics.keys()
     for name, expected in exact_statistics.items():
-        torch.testing.assert_close(statistics[name].double(), expected.double(), rtol=3e-6, atol=3e-6, msg=name)
+        torch.testing.assert_close(
+            statistics[name].double(), expected.double(), rtol=3e-6, atol=3e-6, msg=name
+        )
     for gradient, expected in zip(gradients, exact_gradients, strict=True):
         scale = max(expected.abs().max().item(), 1e-30)
         assert_close(gradient / scale, expected / scale, tolerance)

@@ -12,7 +12,13 @@ from tiny_models import make_model_folder
 ROLE = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": "hf_train"}}
 ENGINE = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": "hf_infer"}}
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-COMMON = {"pretrain": "model", "max_steps": 2, "sequence_length": 64, "output_dir": "runs", "track_with": "none"}
+COMMON = {
+    "pretrain": "model",
+    "max_steps": 2,
+    "sequence_length": 64,
+    "output_dir": "runs",
+    "track_with": "none",
+}
 WALK = {"env_type": "guess_number", "env_config": {"low": 1, "high": 9}, "max_steps": 3}
 CONFIGS: dict[str, dict[str, Any]] = {
     "sft": {
@@ -71,7 +77,9 @@ def make_project(folder: Path) -> Path:
     }
     for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text("def score(prompt, response, ground_truth, **row):\n    return 1.0\n")
+    (folder / "reward.py").write_text(
+        "def score(prompt, response, ground_truth, **row):\n    return 1.0\n"
+    )
     for name, values in CONFIGS.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return folder

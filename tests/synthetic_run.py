@@ -45,23 +45,31 @@ def write_run(
             task = "".join(random.choice(list("0123456789"), size=4))
             for sample in range(samples_per_prompt):
                 record = make(random, step, steps, task, response_tokens, sick)
-                records.append({"sample": f"{prompt}_{sample}", "group": f"{step}-{prompt}", **record})
+                records.append(
+                    {"sample": f"{prompt}_{sample}", "group": f"{step}-{prompt}", **record}
+                )
         advantages_of_groups(records)
         records += dropped_records(step)
         write_rollouts(folder, step, records)
         if step % 10 == 0 and response_tokens is None:
-            write_rollouts(folder, step, [{**record, "split": "val"} for record in records[:8]], split="val")
+            write_rollouts(
+                folder, step, [{**record, "split": "val"} for record in records[:8]], split="val"
+            )
     return folder
 
 
-def write_rollouts(folder: Path, step: int, records: list[dict[str, Any]], split: str = "train") -> None:
+def write_rollouts(
+    folder: Path, step: int, records: list[dict[str, Any]], split: str = "train"
+) -> None:
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     name = f"{'step' if split == 'train' else 'val'}-{step:06d}.jsonl"
     lines = [json.dumps({"step": step, "split": split, **record}) for record in records]
     (folder / "rollouts" / name).write_text("".join(f"{line}\n" for line in lines))
 
 
-def write_metrics(folder: Path, steps: int, random: np.random.Generator, *, sick: bool = False, extra: int = 0) -> None:
+def write_metrics(
+    folder: Path, steps: int, random: np.random.Generator, *, sick: bool = False, extra: int = 0
+) -> None:
     lines = []
     for step in range(steps):
         done = (step + 1) / steps
@@ -74,7 +82,9 @@ def write_metrics(folder: Path, steps: int, random: np.random.Generator, *, sick
             "critic/zero_std_group_frac": (0.92 if sick and done > 0.5 else 0.15) + 0.02 * noise[3],
             "actor/ratio_mean@sum": (1 + 0.5 * done if sick else 1.0) + 0.002 * noise[4],
             "actor/pg_loss@sum": 0.01 * noise[5],
-            "actor/grad_norm": 0.6 + 0.1 * abs(noise[6]) + (25 if sick and step == steps // 2 else 0),
+            "actor/grad_norm": 0.6
+            + 0.1 * abs(noise[6])
+            + (25 if sick and step == steps // 2 else 0),
             "actor/lr": 1e-3 * min(1, (step + 1) / 10),
             "actor/skipped_steps": 1.0 if sick and step == 7 else 0.0,
             "actor/clipfrac@sum": 0.03 * abs(noise[7]),
@@ -125,12 +135,29 @@ def write_about(folder: Path, pipeline: str, steps: int, status: str) -> None:
 
 
 def answer(
-    random: np.random.Generator, step: int, steps: int, task: str, response_tokens: int | None, sick: bool
+    random: np.random.Generator,
+    step: int,
+    steps: int,
+    task: str,
+    response_tokens: int | None,
+    sick: bool,
 ) -> dict[str, Any]:
     """One answer to "reverse 1234", right more often the later the step."""
     right = random.random() < 0.1 + 0.85 * step / max(steps - 1, 1)
     wanted = task[::-1]
-    prompt = ["<|im_start|>", "user", "\n", "Reverse", " the", " digits", ":", " ", *task, "<|im_end|>", "\n"]
+    prompt = [
+        "<|im_start|>",
+        "user",
+        "\n",
+        "Reverse",
+        " the",
+        " digits",
+        ":",
+        " ",
+        *task,
+        "<|im_end|>",
+        "\n",
+    ]
     prompt += ["<|im_start|>", "assistant", "\n"]
     if response_tokens is None:
         said = list(wanted if right else "".join(random.permutation(list(wanted))))
@@ -174,7 +201,10 @@ def tokens_of(
         "entropy": random.exponential(0.5, num),
         "advantages": np.zeros(num),
     }
-    padded = {key: [None] * num_prompt + [float(f"{v:.6g}") for v in value.tolist()] for key, value in columns.items()}
+    padded = {
+        key: [None] * num_prompt + [float(f"{v:.6g}") for v in value.tolist()]
+        for key, value in columns.items()
+    }
     texts = prompt + response
     return {
         "ids": [token_id(text) for text in texts],
@@ -185,7 +215,12 @@ def tokens_of(
 
 
 def trajectory(
-    random: np.random.Generator, step: int, steps: int, task: str, response_tokens: int | None, sick: bool
+    random: np.random.Generator,
+    step: int,
+    steps: int,
+    task: str,
+    response_tokens: int | None,
+    sick: bool,
 ) -> dict[str, Any]:
     """A walk over a small frozen lake: observation, answer, observation, answer ..."""
     won = random.random() < 0.1 + 0.8 * step / max(steps - 1, 1)
@@ -201,7 +236,9 @@ def trajectory(
             "<|im_end|>",
             "\n",
         ]
-        observed = [f"{word} " if word[0] not in "<\n" and word != "user" else word for word in observed]
+        observed = [
+            f"{word} " if word[0] not in "<\n" and word != "user" else word for word in observed
+        ]
         said = [
             "<think>",
             "I",
@@ -245,14 +282,20 @@ def advantages_of_groups(records: list[dict[str, Any]]) -> None:
         groups.setdefault(record["group"], []).append(record)
     for members in groups.values():
         scores = np.array([record["score"] for record in members])
-        for record, value in zip(members, ((scores - scores.mean()) / (scores.std() + 1e-6)).tolist(), strict=True):
+        for record, value in zip(
+            members, ((scores - scores.mean()) / (scores.std() + 1e-6)).tolist(), strict=True
+        ):
             record["advantage"] = float(f"{value:.6g}")
             tokens = record["tokens"]
             tokens["advantages"] = [record["advantage"] if m else None for m in tokens["mask"]]
 
 
 def dropped_records(step: int) -> list[dict[str, Any]]:
-    reason = "timeout: the reward took longer than 5 s" if step % 4 else "no signal: all answers of the group scored 0"
+    reason = (
+        "timeout: the reward took longer than 5 s"
+        if step % 4
+        else "no signal: all answers of the group scored 0"
+    )
     sample = {
         "sample": f"dropped-{step}-0",
         "group": f"{step}-0",
@@ -301,11 +344,21 @@ def write_hostile_run(folder: Path) -> Path:
         }
         tokens = tokens_of(random, ["prompt: "], [text, "<|im_end|>"])
         parts = {text[:40]: 1.0}
-        tokenised = {**plain, "sample": f"tokens {name}", "tokens": tokens, "ground_truth": text, "rewards": parts}
+        tokenised = {
+            **plain,
+            "sample": f"tokens {name}",
+            "tokens": tokens,
+            "ground_truth": text,
+            "rewards": parts,
+        }
         records += [plain, {**tokenised, "dropped": text[:300] if name == "script" else None}]
     write_rollouts(folder, 0, records)
     about = json.loads((folder / "run.json").read_text())
-    about |= {"pipeline": HOSTILE["script"], "command": [HOSTILE["script"]], "status": HOSTILE["script"]}
+    about |= {
+        "pipeline": HOSTILE["script"],
+        "command": [HOSTILE["script"]],
+        "status": HOSTILE["script"],
+    }
     (folder / "run.json").write_text(json.dumps(about))
     (folder / "config.yaml").write_text(yaml.safe_dump({HOSTILE["script"]: HOSTILE["entities"]}))
     metrics = {"step": 0, "time": 0.0, HOSTILE["script"]: 1.0, "actor/<b>bold</b>": 2.0}

@@ -54,7 +54,11 @@ def project(tmp_path_factory) -> Path:
 
 
 def test_check_prints_pipeline_table_and_one_warning(project):
-    overrides = ["num_return_sequences_in_group=2", "+actor_train.data_args.dataset_dir=x", "+track_name=y"]
+    overrides = [
+        "num_return_sequences_in_group=2",
+        "+actor_train.data_args.dataset_dir=x",
+        "+track_name=y",
+    ]
     result = in_a_process("check", "rlvr.yaml", *overrides, cwd=project)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -72,17 +76,29 @@ def test_overrides_change_the_numbers(roll, project, monkeypatch):
     monkeypatch.chdir(project)
     code, output, _ = roll("check", "rlvr.yaml", "rollout_batch_size=32")
     assert code == 0
-    assert [line.split()[-1] for line in output.splitlines() if line.startswith("optimizer steps per")] == ["8"]
+    assert [
+        line.split()[-1] for line in output.splitlines() if line.startswith("optimizer steps per")
+    ] == ["8"]
 
 
 def test_settings_that_others_override_are_warnings(roll, project, monkeypatch):
     monkeypatch.chdir(project)
-    overrides = ("adv_estimator=grpo", "norm_std_type=batch", "importance_sampling=seq", "gamma=0.9")
+    overrides = (
+        "adv_estimator=grpo",
+        "norm_std_type=batch",
+        "importance_sampling=seq",
+        "gamma=0.9",
+    )
     sentences = load_config("rlvr.yaml", overrides, warn=False).config.cautions()
-    assert [sentence.split(":")[0] for sentence in sentences] == ["without effect", "importance_sampling"]
+    assert [sentence.split(":")[0] for sentence in sentences] == [
+        "without effect",
+        "importance_sampling",
+    ]
     output = roll("check", "rlvr.yaml", *overrides)[1]
     assert all(f"warning: {sentence}" in output for sentence in sentences)
-    assert set(sentences) <= set(json.loads(roll("check", "rlvr.yaml", *overrides, "--json")[1])["warnings"])
+    assert set(sentences) <= set(
+        json.loads(roll("check", "rlvr.yaml", *overrides, "--json")[1])["warnings"]
+    )
 
 
 def test_json(roll, project, monkeypatch):
@@ -111,17 +127,26 @@ def test_unknown_machines_are_refused(roll, project, monkeypatch, machine, expec
 
 BAD_FILES = {
     "syntax": ("a: [1\nb: 2", "not valid YAML: expected ',' or ']', but got ':'"),
-    "unknown_key": ("pipeline: dpo\nsequence_length: 8\nbta: 1", 'bta: unknown key; did you mean "beta"?'),
+    "unknown_key": (
+        "pipeline: dpo\nsequence_length: 8\nbta: 1",
+        'bta: unknown key; did you mean "beta"?',
+    ),
     "wrong_type": (
         "pipeline: dpo\nsequence_length: long",
         'sequence_length: found "long" (str), expected a whole number',
     ),
-    "choice": ("pipeline: dpo\nsequence_length: 8\nloss_type: x", "expected one of sigmoid, ipo, ipo_sum"),
+    "choice": (
+        "pipeline: dpo\nsequence_length: 8\nloss_type: x",
+        "expected one of sigmoid, ipo, ipo_sum",
+    ),
     "interpolation": (
         "pipeline: dpo\nsequence_length: ${nope}",
         "${nope} does not resolve, because there is no key nope",
     ),
-    "environment": ("pipeline: dpo\npretrain: ${oc.env:ROLL_TEST_NOT_SET}", "ROLL_TEST_NOT_SET is not set"),
+    "environment": (
+        "pipeline: dpo\npretrain: ${oc.env:ROLL_TEST_NOT_SET}",
+        "ROLL_TEST_NOT_SET is not set",
+    ),
     "devices": (
         "pipeline: dpo\nsequence_length: 8\nactor_train: {device_mapping: some}",
         'actor_train.device_mapping: found "some" (str), expected a list of GPU numbers',
@@ -199,15 +224,20 @@ HEAVY = {"torch", "ray", "transformers", "tensordict", "vllm", "deepspeed"}
 @pytest.mark.parametrize("name", ["sft", "dpo", "rlvr", "agentic"])
 def test_checking_a_valid_config_imports_neither_torch_nor_ray(project, name):
     code = IMPORTS.format(arguments=[f"{name}.yaml"], heavy=HEAVY)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=project
+    )
     assert result.stdout.endswith("light\n") and "a valid config" in result.stdout, result.stderr
 
 
 def test_a_broken_file_is_answered_without_numpy_too(project):
     code = IMPORTS.format(
-        arguments=["rlvr.yaml", "sede=1", "actor_train.data_args.file_name=nowhere.jsonl"], heavy=HEAVY | {"numpy"}
+        arguments=["rlvr.yaml", "sede=1", "actor_train.data_args.file_name=nowhere.jsonl"],
+        heavy=HEAVY | {"numpy"},
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=project
+    )
     assert result.stdout == "light\n" and "sede: unknown key" in result.stderr, result.stderr
 
 

@@ -9,19 +9,28 @@ import pytest
 from metric_names import emitted_metrics, undocumented
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *ROOT.glob("docs/**/*.md"),
+]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def anchors(page: Path) -> set[str]:
     """The names by which the headings of a page can be linked to."""
     headings = re.findall(r"^#+\s+(.*)$", page.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_the_config_reference_is_current():
     check = subprocess.run(
-        [sys.executable, ROOT / "docs" / "generate_config_reference.py", "--check"], capture_output=True, text=True
+        [sys.executable, ROOT / "docs" / "generate_config_reference.py", "--check"],
+        capture_output=True,
+        text=True,
     )
     assert check.returncode == 0, check.stderr
 
@@ -31,12 +40,16 @@ def test_every_link_leads_to_a_file_or_heading_of_the_repository(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in LINK.findall(text):
         # A page outside of the repository may move, or never have been ours.
-        assert "://" not in target, f"{page.name} links to {target}; link to files of the repository, relatively"
+        assert "://" not in target, (
+            f"{page.name} links to {target}; link to files of the repository, relatively"
+        )
         path, _, anchor = target.partition("#")
         file = (page.parent / path) if path else page
         assert file.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
-            assert anchor in anchors(file), f"{page.name} links to {target}, but {file.name} has no such heading"
+            assert anchor in anchors(file), (
+                f"{page.name} links to {target}, but {file.name} has no such heading"
+            )
 
 
 def python_blocks(page: Path) -> list[str]:

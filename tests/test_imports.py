@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "roll"
 # Imports go down only: a module never imports one whose layer has a higher number.
 LAYERS = {
     "roll.exceptions": 0,
+    "roll.roll_paths": 0,
     "roll.configs": 0,
     "roll.algorithms": 1,
     "roll.ops": 1,
@@ -146,7 +147,9 @@ def inside():
 
 
 def test_every_module_has_a_layer() -> None:
-    assert [module for module in module_files() if module != "roll" and layer_of(module) is None] == []
+    assert [
+        module for module in module_files() if module != "roll" and layer_of(module) is None
+    ] == []
 
 
 def test_imports_go_down_only() -> None:
@@ -195,7 +198,18 @@ def test_optional_packages_are_imported_in_one_module(package: str) -> None:
     assert importers <= {ONLY_IN[package]}
 
 
-HEAVY = {"torch", "numpy", "transformers", "tensordict", "ray", "vllm", "deepspeed", "wandb", "pydantic", "omegaconf"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "transformers",
+    "tensordict",
+    "ray",
+    "vllm",
+    "deepspeed",
+    "wandb",
+    "pydantic",
+    "omegaconf",
+}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +219,10 @@ HEAVY = {"torch", "numpy", "transformers", "tensordict", "ray", "vllm", "deepspe
         (["roll.exceptions"], set()),
         (["roll.configs"], {"pydantic", "omegaconf"}),
         (["roll.cli"], {"pydantic", "omegaconf"}),
-        ([f"roll.pipeline.{name}.{name}_config" for name in ("dpo", "rlvr", "agentic")], {"pydantic", "omegaconf"}),
+        (
+            [f"roll.pipeline.{name}.{name}_config" for name in ("dpo", "rlvr", "agentic")],
+            {"pydantic", "omegaconf"},
+        ),
         (["roll.algorithms.*", "roll.ops.*"], {"torch", "numpy"}),
         (
             ["roll.distributed.scheduler.decorator", "roll.distributed.executor.cluster"],
@@ -218,7 +235,13 @@ def test_imports_are_cheap(modules: list[str], brings: set[str]) -> None:
     names = []
     for pattern in modules:
         package = pattern.removesuffix(".*")
-        names += [name for name in module_files() if inside(name, package)] if pattern != package else [pattern]
+        names += (
+            [name for name in module_files() if inside(name, package)]
+            if pattern != package
+            else [pattern]
+        )
     program = f"import sys, {', '.join(names)}\nprint(*sorted({HEAVY!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert set(done.stdout.split()) <= brings

@@ -42,7 +42,9 @@ FILES = {
     "a/trains.yaml": RLVR.format(strategy="hf_train", steps=2),
     "a/megatron.yaml": RLVR.format(strategy="megatron_train", steps=2),
     "a/sizes.yaml": RLVR.format(strategy="megatron_train", steps=64),
-    "a/vision.yaml": RLVR.format(strategy="megatron_train", steps=2).replace("some/model", "Qwen/Qwen2.5-VL-7B"),
+    "a/vision.yaml": RLVR.format(strategy="megatron_train", steps=2).replace(
+        "some/model", "Qwen/Qwen2.5-VL-7B"
+    ),
     "a/sft.yaml": "sequence_length: 64\nprompt_key: x\nsft_train: {strategy_args: {strategy_name: megatron_train}}",
     "a/envs.yaml": ENVS,
     "a/empty.yaml": "",
@@ -70,9 +72,14 @@ def checkout(tmp_path_factory):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (root / "roll" / "utils").mkdir(parents=True)
-    (root / "roll" / "utils" / "dynamic_batching.py").write_text("def dynamic_batching_shard(): ...\n")
+    (root / "roll" / "utils" / "dynamic_batching.py").write_text(
+        "def dynamic_batching_shard(): ...\n"
+    )
     (root / "roll" / "utils" / "own.py").write_text("def thing(): ...\n")
-    lines = ("from roll.utils.dynamic_batching import dynamic_batching_shard", "from roll.utils.own import thing, gone")
+    lines = (
+        "from roll.utils.dynamic_batching import dynamic_batching_shard",
+        "from roll.utils.own import thing, gone",
+    )
     (root / "examples" / "start.py").write_text("\n".join(lines))
     return root
 

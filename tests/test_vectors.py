@@ -63,15 +63,26 @@ def batch_of(inputs: Json) -> DataProto:
 
 
 def run_reward_postprocess(inputs: Json, config: Json) -> Json:
-    options = {"adv_estimator": "reinforce", "norm_mean_type": None, "norm_std_type": None, "reward_clip": None}
-    settings = SimpleNamespace(**options | {key: value for key, value in config.items() if key in options})
+    options = {
+        "adv_estimator": "reinforce",
+        "norm_mean_type": None,
+        "norm_std_type": None,
+        "reward_clip": None,
+    }
+    settings = SimpleNamespace(
+        **options | {key: value for key, value in config.items() if key in options}
+    )
     if "num_return_sequences" in config:
         generating_args = SimpleNamespace(num_return_sequences=config["num_return_sequences"])
         settings.actor_infer = SimpleNamespace(generating_args=generating_args)
     before = dict(vars(settings))
     running = RunningMoments()
     running.load_state_dict(inputs.get("state_before", running.state_dict()))
-    columns = {key: inputs[key] for key in ("response_level_rewards", "group_id", "group_ids") if key in inputs}
+    columns = {
+        key: inputs[key]
+        for key in ("response_level_rewards", "group_id", "group_ids")
+        if key in inputs
+    }
     data, metrics = reward_postprocess(batch_of(columns), settings, running)
     assert vars(settings) == before
     return {
@@ -119,7 +130,9 @@ def run_adaptive_kl_controller(inputs: Json, config: Json) -> Json:
 
 def run_gigpo_response_rewards(inputs: Json, config: Json) -> Json:
     norm = SimpleNamespace(
-        grouping="traj_group_id", norm_mean_type=config["norm_mean"], norm_std_type=config["norm_std"]
+        grouping="traj_group_id",
+        norm_mean_type=config["norm_mean"],
+        norm_std_type=config["norm_std"],
     )
     settings = SimpleNamespace(
         adv_estimator="gigpo",
@@ -173,7 +186,10 @@ def load_vectors() -> list[Any]:
         content = json.loads(path.read_text())
         functions = content.get("functions") or {content["function"]: content["vectors"]}
         for function, vectors in functions.items():
-            cases += [pytest.param(function, vector, id=f"{function}-{vector['id']}") for vector in vectors]
+            cases += [
+                pytest.param(function, vector, id=f"{function}-{vector['id']}")
+                for vector in vectors
+            ]
     if not cases:
         raise FileNotFoundError(f"no vectors in {FOLDER}")
     return cases
@@ -204,14 +220,18 @@ def assert_close(actual: Any, expected: Any, tol: float, where: str) -> None:
             assert key in actual, f"{where} has no {key!r}"
             assert_close(actual[key], expected[key], tol, f"{where}[{key!r}]")
     elif isinstance(expected, list):
-        assert isinstance(actual, list) and len(actual) == len(expected), f"{where}: {actual} is not like {expected}"
+        assert isinstance(actual, list) and len(actual) == len(expected), (
+            f"{where}: {actual} is not like {expected}"
+        )
         for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
             assert_close(a, e, tol, f"{where}[{i}]")
     elif expected is None or isinstance(expected, bool):
         assert actual == expected, f"{where}: {actual}, expected {expected}"
     else:
         want = float(expected)
-        same = math.isclose(float(actual), want, rel_tol=tol, abs_tol=tol) or (math.isnan(want) and math.isnan(actual))
+        same = math.isclose(float(actual), want, rel_tol=tol, abs_tol=tol) or (
+            math.isnan(want) and math.isnan(actual)
+        )
         assert same, f"{where}: {actual}, expected {want} within {tol}"
 
 

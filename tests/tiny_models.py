@@ -39,7 +39,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
 
 
-def tiny_config(family: Family = "qwen2", *, tied: bool = True, **overrides: Any) -> PreTrainedConfig:
+def tiny_config(
+    family: Family = "qwen2", *, tied: bool = True, **overrides: Any
+) -> PreTrainedConfig:
     """A 2-layer config of the family. `initializer_range` is large enough that log-probs are far from uniform."""
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -81,7 +83,9 @@ def tiny_model(
     """A causal language model with weights drawn from `seed`; the caller's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(tiny_config(family, tied=tied, **overrides), dtype=dtype)
+        return AutoModelForCausalLM.from_config(
+            tiny_config(family, tied=tied, **overrides), dtype=dtype
+        )
 
 
 def make_model_folder(
@@ -106,7 +110,9 @@ def make_model_folder(
     return folder
 
 
-def tiny_batch(lengths: list[int], *, pad_to: int | None = None, seed: int = 0) -> dict[str, Tensor]:
+def tiny_batch(
+    lengths: list[int], *, pad_to: int | None = None, seed: int = 0
+) -> dict[str, Tensor]:
     """Left-padded rows of random tokens: `input_ids`, `attention_mask` and `position_ids`, each (len(lengths), S)."""
     width = pad_to or max(lengths)
     generator = torch.Generator().manual_seed(seed)

@@ -12,7 +12,17 @@ from transformers import PreTrainedTokenizerFast
 PAD, BOS, EOS, START, END = "<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"
 
 # In the byte-level alphabet a space is written Ġ and a newline Ċ.
-MERGES = [("Ċ", "Ċ"), ("Ġ", "4"), ("Ġ", "1"), ("Ġ1", "0"), ("1", "0"), ("a", "d"), ("ad", "d"), ("=", "4"), ("?", "Ġ")]
+MERGES = [
+    ("Ċ", "Ċ"),
+    ("Ġ", "4"),
+    ("Ġ", "1"),
+    ("Ġ1", "0"),
+    ("1", "0"),
+    ("a", "d"),
+    ("ad", "d"),
+    ("=", "4"),
+    ("?", "Ġ"),
+]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -20,10 +30,16 @@ CHATML = (
 )
 
 
-def bpe_tokenizer(*, chat_template: str | None = CHATML, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+def bpe_tokenizer(
+    *, chat_template: str | None = CHATML, adds_bos: bool = False
+) -> PreTrainedTokenizerFast:
     """The tokenizer, with this chat template; with `adds_bos` it puts a BOS token before plain text, as Llama does."""
     specials = [PAD, BOS, EOS, START, END]
-    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in MERGES)]
+    tokens = [
+        *specials,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *("".join(merge) for merge in MERGES),
+    ]
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -33,6 +49,8 @@ def bpe_tokenizer(*, chat_template: str | None = CHATML, adds_bos: bool = False)
         backend.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocab[BOS])]
         )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS
+    )
     tokenizer.chat_template = chat_template
     return tokenizer

@@ -59,7 +59,9 @@ def make_batch(pipeline: str, *, rows: int = ROWS, width: int = WIDTH, seed: int
         keep_rows = (torch.rand(rows, 1, generator=generator) < 0.8).float()
         tensors["final_response_mask"] = response_mask[:, 1:] * keep_rows
         tensors["sample_weights"] = 0.5 + torch.rand(rows, generator=generator)
-        return DataProto.from_dict(tensors, meta_info={"loss_mask_keys": ["response_mask", "final_response_mask"]})
+        return DataProto.from_dict(
+            tensors, meta_info={"loss_mask_keys": ["response_mask", "final_response_mask"]}
+        )
     return DataProto.from_dict(tensors, meta_info={"loss_mask_keys": ["response_mask"]})
 
 
@@ -109,7 +111,10 @@ def make_config(
         "infer_batch_size": 3,
     }
     if max_tokens is not None:
-        role |= {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": max_tokens}
+        role |= {
+            "use_dynamic_batching_in_train": True,
+            "max_tokens_per_microbatch_in_train": max_tokens,
+        }
     reference = {**role, "strategy_args": {"strategy_name": "hf_infer"}}
     common = {
         "actor_train": role,
@@ -133,7 +138,9 @@ def make_config(
     if pipeline == "rlvr":
         return RLVRConfig(length_loss_weight=True, **common)
     return AgenticConfig(
-        train_env_manager={"num_env_groups": 24, "num_groups_partition": [24]}, val_batch_size=-1, **common
+        train_env_manager={"num_env_groups": 24, "num_groups_partition": [24]},
+        val_batch_size=-1,
+        **common,
     )
 
 
@@ -142,12 +149,18 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     if mode is None:
         return {}
     # The default, the width of the batch, is not a constant: padding changes it.
-    return {"loss_agg_mode": mode, "loss_norm_factor": 13.0 if mode == "seq-mean-token-sum-norm" else None}
+    return {
+        "loss_agg_mode": mode,
+        "loss_norm_factor": 13.0 if mode == "seq-mean-token-sum-norm" else None,
+    }
 
 
 def make_model_folders(root: Path) -> dict[tuple[str, bool], Path]:
     """One folder for each of MODELS."""
-    return {(family, tied): make_model_folder(root / f"{family}-{tied}", family, tied=tied) for family, tied in MODELS}
+    return {
+        (family, tied): make_model_folder(root / f"{family}-{tied}", family, tied=tied)
+        for family, tied in MODELS
+    }
 
 
 class _Probe:
@@ -168,7 +181,9 @@ class _Probe:
         weights = strategy.full_state_dict()
         weights = dict(strategy.model.state_dict()) if weights is None else weights
         optimizer = get_optimizer_state_dict(
-            strategy.model, strategy.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            strategy.model,
+            strategy.optimizer,
+            options=StateDictOptions(full_state_dict=True, cpu_offload=True),
         )
         return {
             "weights": {name: value.clone() for name, value in weights.items()},
@@ -193,7 +208,9 @@ class CriticProbe(_Probe, CriticWorker): ...
 PROBES = {"agentic": AgenticProbe, "rlvr": RLVRProbe, "dpo": DPOProbe, "critic": CriticProbe}
 
 
-def reference_gradients(pipeline: str, folder: str | Path, config: Any, batch: DataProto) -> dict[str, Tensor]:
+def reference_gradients(
+    pipeline: str, folder: str | Path, config: Any, batch: DataProto
+) -> dict[str, Tensor]:
     """Float64, the whole batch at once, through a logits tensor: no strategy, no micro-batches."""
     model_cls = AutoModelForTokenClassification if pipeline == "critic" else AutoModelForCausalLM
     model = model_cls.from_pretrained(folder, dtype=torch.float64)
@@ -202,9 +219,12 @@ def reference_gradients(pipeline: str, folder: str | Path, config: Any, batch: D
     if pipeline != "critic":
         worker.log_prob_temperature = getattr(config, "log_prob_temperature", 1.0)
     data = DataProto.from_dict(
-        {k: v.double() if v.is_floating_point() else v for k, v in batch.batch.items()}, meta_info=dict(batch.meta_info)
+        {k: v.double() if v.is_floating_point() else v for k, v in batch.batch.items()},
+        meta_info=dict(batch.meta_info),
     )
-    logits = model(data.batch["input_ids"], attention_mask=data.batch["attention_mask"], use_cache=False).logits
+    logits = model(
+        data.batch["input_ids"], attention_mask=data.batch["attention_mask"], use_cache=False
+    ).logits
     loss, _ = worker.loss_func(data, logits)
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -213,5 +233,7 @@ def reference_gradients(pipeline: str, folder: str | Path, config: Any, batch: D
 def relative_error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """Norm of the difference over the norm, of all gradients together."""
     assert gradients.keys() == reference.keys()
-    difference = sum((gradients[name].double() - reference[name]).square().sum() for name in reference)
+    difference = sum(
+        (gradients[name].double() - reference[name]).square().sum() for name in reference
+    )
     return float((difference / sum(value.square().sum() for value in reference.values())).sqrt())

@@ -51,7 +51,9 @@ class KnownScores:
     def __init__(self, log_probs: Tensor, entropy: Tensor) -> None:
         self.log_probs, self.entropy = log_probs, entropy
 
-    def op_compute_log_probs(self, logits: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def op_compute_log_probs(
+        self, logits: Tensor, input_ids: Tensor, attention_mask: Tensor
+    ) -> Tensor:
         return self.log_probs
 
     def op_compute_entropy(self, logits: Tensor, attention_mask: Tensor) -> Tensor:
@@ -70,7 +72,11 @@ def correction_config(config: Values) -> TrainInferCorrectionConfig:
                 "agg_type": item["agg"],
                 "ratio_low": item.get("lo", item.get("ratio_low")),
                 "ratio_high": item.get("hi", item.get("ratio_high")),
-                **({} if diff is None else {"diff_enabled": True, "diff_low": diff[0], "diff_high": diff[1]}),
+                **(
+                    {}
+                    if diff is None
+                    else {"diff_enabled": True, "diff_low": diff[0], "diff_high": diff[1]}
+                ),
             }
         )
     return TrainInferCorrectionConfig(
@@ -80,13 +86,19 @@ def correction_config(config: Values) -> TrainInferCorrectionConfig:
 
 
 def agentic_loss(inputs: Values, config: Values) -> Values:
-    columns = {name: tensor(inputs[name]) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+    columns = {
+        name: tensor(inputs[name]) for name in ("old_log_probs", "ref_log_probs", "advantages")
+    }
     log_probs = tensor(inputs["log_probs"]).requires_grad_()
     mask = torch.nn.functional.pad(tensor(inputs["response_mask_T"], torch.long), (1, 0))
     columns["infer_logprobs"] = tensor(inputs["infer_log_probs"])
-    data = DataProto.from_dict({**columns, "response_mask": mask, "input_ids": torch.zeros_like(mask)})
+    data = DataProto.from_dict(
+        {**columns, "response_mask": mask, "input_ids": torch.zeros_like(mask)}
+    )
     worker = ActorWorker(WorkerConfig(name="actor_train"))
-    worker.strategy = KnownScores(log_probs, tensor(config["ent"] if "ent" in config else inputs["entropy"]))
+    worker.strategy = KnownScores(
+        log_probs, tensor(config["ent"] if "ent" in config else inputs["entropy"])
+    )
     worker.pipeline_config = SimpleNamespace(
         pg_clip=0.2,
         use_pg_clip_range="lo" in config,
@@ -109,7 +121,9 @@ def agentic_loss(inputs: Values, config: Values) -> Values:
 
 
 def train_infer_correction(inputs: Values, config: Values) -> Values:
-    old, infer, mask = (tensor(inputs[name]) for name in ("old_log_probs", "infer_log_probs", "response_mask"))
+    old, infer, mask = (
+        tensor(inputs[name]) for name in ("old_log_probs", "infer_log_probs", "response_mask")
+    )
     weight, keep, _ = compute_train_infer_correction(correction_config(config), mask, old, infer)
     gap = train_infer_gap(old_log_probs_BT=old, infer_log_probs_BT=infer, mask_BT=mask)
     on_response = keep & mask.bool()
@@ -150,7 +164,12 @@ def dpo_get_logps(inputs: Values, config: Values) -> Values:
     )
     chosen, rejected = split_pairs(log_probs)
     chosen_len, rejected_len = split_pairs(lens)
-    return {"chosen_logps": chosen, "rejected_logps": rejected, "chosen_len": chosen_len, "rejected_len": rejected_len}
+    return {
+        "chosen_logps": chosen,
+        "rejected_logps": rejected,
+        "chosen_len": chosen_len,
+        "rejected_len": rejected_len,
+    }
 
 
 def compute_log_probs(inputs: Values, config: Values) -> Values:

@@ -54,7 +54,9 @@ def example_files(root: Path) -> list[Path]:
     folder = root / "examples"
     if not folder.is_dir():
         raise ConfigError(f"{root}: has no folder examples; name the folder of a checkout of ROLL")
-    return sorted(path for path in folder.rglob("*.yaml") if path.relative_to(folder).parts[0] != SHARED_PARTS)
+    return sorted(
+        path for path in folder.rglob("*.yaml") if path.relative_to(folder).parts[0] != SHARED_PARTS
+    )
 
 
 def judge(path: Path, *, without_megatron: bool = False) -> Verdict:
@@ -76,7 +78,9 @@ def judge(path: Path, *, without_megatron: bool = False) -> Verdict:
         registry.compose = original
     config = loaded.config
     problems = [str(problem) for problem in config.missing_for_training()]
-    problems += [problem for problem in _class_problems(config) if "which cannot be imported" not in problem]
+    problems += [
+        problem for problem in _class_problems(config) if "which cannot be imported" not in problem
+    ]
     if problems:
         return Verdict(LOADS, shortened(problems[0]))
     count = len(loaded.ignored)
@@ -87,7 +91,9 @@ def _without_megatron(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if str(value.get("strategy_name")).startswith("megatron_"):
-        return {"strategy_name": UNSUPPORTED_STRATEGIES[value["strategy_name"]]}  # its options go with it
+        return {
+            "strategy_name": UNSUPPORTED_STRATEGIES[value["strategy_name"]]
+        }  # its options go with it
     return {key: _without_megatron(item) for key, item in value.items()}
 
 
@@ -103,12 +109,23 @@ def _class_problems(config: Any) -> Iterator[str]:
 
     asked: list[str] = []
     for name, role in config.active_roles().items():
-        worker_cls = role.worker_cls and ask(f"{config.key_of(name)}.worker_cls", import_class, role.worker_cls)
-        if isinstance(config, RLVRConfig) and name.startswith("reward-") and hasattr(worker_cls, "check"):
+        worker_cls = role.worker_cls and ask(
+            f"{config.key_of(name)}.worker_cls", import_class, role.worker_cls
+        )
+        if (
+            isinstance(config, RLVRConfig)
+            and name.startswith("reward-")
+            and hasattr(worker_cls, "check")
+        ):
             ask(config.key_of(name), worker_cls.check, role)
-        sizes = [role.strategy_config.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline")]
+        sizes = [
+            role.strategy_config.get(f"{kind}_parallel_size") or 1
+            for kind in ("tensor", "pipeline")
+        ]
         if role.strategy_name == "vllm" and max(sizes) > 1:
-            asked.append(f"{config.key_of(name)}.strategy_args: vLLM over several GPUs is not built yet")
+            asked.append(
+                f"{config.key_of(name)}.strategy_args: vLLM over several GPUs is not built yet"
+            )
     for tag in config.tags_in_use() if isinstance(config, AgenticConfig) else ():
         template, key = config.env_template(tag), f"custom_envs.{tag}"
         ask(f"{key}.env_manager_cls", import_class, template.env_manager_cls)
@@ -150,10 +167,18 @@ def imports_of(root: Path) -> dict[tuple[str, str], list[str]]:
     for folder in ("examples", "tests"):
         for path in sorted((root / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("roll.") and not node.level:
+                if (
+                    isinstance(node, ast.ImportFrom)
+                    and f"{node.module}.".startswith("roll.")
+                    and not node.level
+                ):
                     names = [(str(node.module), alias.name) for alias in node.names]
                 elif isinstance(node, ast.Import):
-                    names = [(alias.name, "") for alias in node.names if f"{alias.name}.".startswith("roll.")]
+                    names = [
+                        (alias.name, "")
+                        for alias in node.names
+                        if f"{alias.name}.".startswith("roll.")
+                    ]
                 else:
                     continue
                 for name in names:
@@ -200,23 +225,41 @@ def print_files(root: Path, *, markdown: bool) -> None:
             verdict = changed  # that comes up only when the strategies are known
         rows.append((str(name), verdict, changed if has_megatron else None))
     counts = Counter(verdict.verdict for _, verdict, _ in rows)
-    more = sum(changed is not None and changed.verdict == TRAINS != verdict.verdict for _, verdict, changed in rows)
+    more = sum(
+        changed is not None and changed.verdict == TRAINS != verdict.verdict
+        for _, verdict, changed in rows
+    )
     print(
         f"{len(rows)} files: {counts[TRAINS]} train as they are, {more} more once Megatron's strategies are replaced "
         f"by fsdp2_train and fsdp2_infer, {counts[LOADS]} load and do not train, "
         f"{counts[REFUSED] - more} are refused either way.\n"
     )
     if markdown:
-        print("| file | verdict | the one reason | with FSDP2 in place of Megatron |\n|---|---|---|---|")
+        print(
+            "| file | verdict | the one reason | with FSDP2 in place of Megatron |\n|---|---|---|---|"
+        )
     for name, verdict, changed in rows:
         other = "" if changed is None else changed.verdict
         if changed is not None and changed.verdict != TRAINS and changed.reason != verdict.reason:
             other += f": {changed.reason}"
         cells = [name, verdict.verdict, verdict.reason, other]
         if markdown:
-            print("| " + " | ".join([f"`{name}`", *(cell.replace("|", r"\|") for cell in cells[1:])]) + " |")
+            print(
+                "| "
+                + " | ".join([f"`{name}`", *(cell.replace("|", r"\|") for cell in cells[1:])])
+                + " |"
+            )
         else:
-            print("  ".join([f"{name:75}", f"{verdict.verdict:7}", verdict.reason, f"[{other}]" if other else ""]))
+            print(
+                "  ".join(
+                    [
+                        f"{name:75}",
+                        f"{verdict.verdict:7}",
+                        verdict.reason,
+                        f"[{other}]" if other else "",
+                    ]
+                )
+            )
 
 
 def print_imports(root: Path, *, markdown: bool) -> None:
@@ -231,18 +274,24 @@ def print_imports(root: Path, *, markdown: bool) -> None:
     for module, name in absent:
         groups.setdefault(module, []).append(name)
     for module, names in sorted(groups.items()):
-        listed = ", ".join(f"`{name}`" if markdown else name for name in sorted(filter(None, names)))
+        listed = ", ".join(
+            f"`{name}`" if markdown else name for name in sorted(filter(None, names))
+        )
         print(f"- `{module}`: {listed}" if markdown else f"{module:60} {listed}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("roll", type=Path, help="folder of a checkout of ROLL")
     parser.add_argument("--markdown", action="store_true", help="print for the documentation")
     parser.add_argument("--imports", action="store_true", help="import paths instead of files")
     given = parser.parse_args()
     try:
-        (print_imports if given.imports else print_files)(given.roll.resolve(), markdown=given.markdown)
+        (print_imports if given.imports else print_files)(
+            given.roll.resolve(), markdown=given.markdown
+        )
     except ConfigError as error:
         parser.error(str(error))
 

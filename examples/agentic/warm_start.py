@@ -48,12 +48,18 @@ def random_play(config: AgenticConfig, rounds: int) -> Iterator[DataProto]:
     """Rows of episodes in which every answer is a valid action drawn at random, new ones in each round."""
     tokenizer = AutoTokenizer.from_pretrained(config.pretrain)
     manager = config.train_env_manager
-    with Cluster("train_env", manager.worker_cls, ResourceManager(backend="local"), manager) as cluster:
+    with Cluster(
+        "train_env", manager.worker_cls, ResourceManager(backend="local"), manager
+    ) as cluster:
         proxy = create_llm_proxy(manager.llm_proxy, actor_infer=None, tokenizer=tokenizer)
-        scheduler = RolloutScheduler(config, manager, "train", env_cluster=cluster, proxy=proxy, tokenizer=tokenizer)
+        scheduler = RolloutScheduler(
+            config, manager, "train", env_cluster=cluster, proxy=proxy, tokenizer=tokenizer
+        )
         for number in range(rounds):
             played = scheduler.rollout(number, config.rollout_batch_size).trajectories
-            rows = [row for trajectory in played for row in rows_of(trajectory, config.rows_are_turns)]
+            rows = [
+                row for trajectory in played for row in rows_of(trajectory, config.rows_are_turns)
+            ]
             yield collate(rows, tokenizer.pad_token_id)
         scheduler.close()
 
@@ -92,7 +98,9 @@ def warm_start(config_file: str, overrides: list[str], steps: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, default=25)

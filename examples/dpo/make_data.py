@@ -28,7 +28,9 @@ def make_pairs(seed: int) -> list[dict[str, str]]:
     """All 1,440 questions in an order drawn from `seed`, each with one right and one wrong answer."""
     draw = random.Random(seed)
     pairs = []
-    for (word, choose), digits in itertools.product(CHOICES.items(), itertools.permutations(range(10), 3)):
+    for (word, choose), digits in itertools.product(
+        CHOICES.items(), itertools.permutations(range(10), 3)
+    ):
         right = choose(digits)
         wrong = draw.choice([digit for digit in digits if digit != right])
         first, second, third = digits
@@ -46,22 +48,41 @@ def write_pairs(path: Path, pairs: list[dict[str, str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path, help="where to write train.jsonl and validation.jsonl")
-    parser.add_argument("--train", type=int, default=1200, help="pairs to train on (default %(default)s)")
-    parser.add_argument("--validation", type=int, default=200, help="pairs to validate on (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default %(default)s)")
-    parser.add_argument("--model", action="store_true", help="make a tiny model in FOLDER/model as well")
+    parser.add_argument(
+        "--train", type=int, default=1200, help="pairs to train on (default %(default)s)"
+    )
+    parser.add_argument(
+        "--validation", type=int, default=200, help="pairs to validate on (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the draw (default %(default)s)"
+    )
+    parser.add_argument(
+        "--model", action="store_true", help="make a tiny model in FOLDER/model as well"
+    )
     options = parser.parse_args()
 
     pairs = make_pairs(options.seed)
-    if options.train < 1 or options.validation < 1 or options.train + options.validation > len(pairs):
-        parser.error(f"--train and --validation must be at least 1 and together at most {len(pairs)}")
+    if (
+        options.train < 1
+        or options.validation < 1
+        or options.train + options.validation > len(pairs)
+    ):
+        parser.error(
+            f"--train and --validation must be at least 1 and together at most {len(pairs)}"
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
     write_pairs(options.folder / "train.jsonl", pairs[: options.train])
-    write_pairs(options.folder / "validation.jsonl", pairs[options.train : options.train + options.validation])
+    write_pairs(
+        options.folder / "validation.jsonl",
+        pairs[options.train : options.train + options.validation],
+    )
     if options.model:
         from roll.models.tiny import make_tiny_model  # needs torch, which the pairs do not
 
-        print(f"{make_tiny_model(options.folder / 'model', seed=options.seed)}: a tiny model with random weights")
+        print(
+            f"{make_tiny_model(options.folder / 'model', seed=options.seed)}: a tiny model with random weights"
+        )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import hashlib
 from typing import Any
 
 
-def score(prompt: str, response: str, ground_truth: str, sample_uuid: str = "", **row: Any) -> float:
+def score(
+    prompt: str, response: str, ground_truth: str, sample_uuid: str = "", **row: Any
+) -> float:
     """1 for three samples in ten, decided by the sample's name, so that a run is the same every time."""
     return float(hashlib.sha256(f"{sample_uuid} {prompt}".encode()).digest()[0] < 0.3 * 256)

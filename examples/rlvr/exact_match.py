@@ -3,5 +3,7 @@
 from typing import Any
 
 
-def score(prompt: str, response: str, ground_truth: str, finish_reason: str = "stop", **row: Any) -> float:
+def score(
+    prompt: str, response: str, ground_truth: str, finish_reason: str = "stop", **row: Any
+) -> float:
     return float(response == ground_truth and finish_reason == "stop")

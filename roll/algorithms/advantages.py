@@ -40,7 +40,9 @@ ADVANTAGE_ESTIMATORS = {
     "rloo": AdvantageEstimator("token", RewardNorm("leave_one_out", None)),
     # REINFORCE++ (arXiv:2501.03262): no baseline per prompt, the batch is the baseline.
     "reinforce_plus_plus": AdvantageEstimator("token", whiten_advantages=True),
-    "reinforce_plus_plus_baseline": AdvantageEstimator("token", RewardNorm("group", None), whiten_advantages=True),
+    "reinforce_plus_plus_baseline": AdvantageEstimator(
+        "token", RewardNorm("group", None), whiten_advantages=True
+    ),
     # The rewards of these three are per step or per turn and come from roll.pipeline.agentic.utils.
     "gigpo": AdvantageEstimator("token"),
     "step_reinforce": AdvantageEstimator("token"),
@@ -51,7 +53,9 @@ ADVANTAGE_ESTIMATORS = {
 def get_estimator(name: str) -> AdvantageEstimator:
     """The estimator called `name`; ValueError with the known names otherwise."""
     if name not in ADVANTAGE_ESTIMATORS:
-        raise ValueError(f"unknown adv_estimator {name!r}; known: {', '.join(ADVANTAGE_ESTIMATORS)}")
+        raise ValueError(
+            f"unknown adv_estimator {name!r}; known: {', '.join(ADVANTAGE_ESTIMATORS)}"
+        )
     return ADVANTAGE_ESTIMATORS[name]
 
 
@@ -99,6 +103,8 @@ def compute_advantages(
     else:
         raw = discounted_returns(rewards, mask, gamma)
         returns = raw.clone()
-    advantages = masked_whiten(raw, mask) if whiten_advantages or preset.whiten_advantages else raw.clone()
+    advantages = (
+        masked_whiten(raw, mask) if whiten_advantages or preset.whiten_advantages else raw.clone()
+    )
     advantages, clip_frac = clip_symmetric(advantages, clip, mask)
     return Advantages(advantages, returns, raw, rewards, clip_frac)

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from roll.algorithms.masking import check_mask, select
 
-AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 # A number of tokens or rows of the optimizer step; a tensor is 0-d and stays on its device.
 Count = Tensor | int | float
@@ -56,7 +61,9 @@ def aggregate_loss(
     (3 + 3)/2 = 3, seq-mean-token-mean (1.5 + 3)/2 = 2.25, seq-mean-token-sum-norm 6/3 = 2.
     """
     if mode not in AGGREGATION_MODES:
-        raise ValueError(f"unknown aggregation mode {mode!r}; known: {', '.join(AGGREGATION_MODES)}")
+        raise ValueError(
+            f"unknown aggregation mode {mode!r}; known: {', '.join(AGGREGATION_MODES)}"
+        )
     if isinstance(norm_factor, int | float) and not norm_factor > 0:
         raise ValueError(f"norm_factor must be positive, got {norm_factor}")
     check_mask(loss_BT, mask_BT, "loss")
@@ -65,14 +72,18 @@ def aggregate_loss(
         rows_B = rows_B / mask_BT.bool().sum(-1).clamp(min=1)
     if weights_B is not None:
         if weights_B.shape != rows_B.shape:
-            raise ValueError(f"weights must have one entry per row, ({len(rows_B)},), got {tuple(weights_B.shape)}")
+            raise ValueError(
+                f"weights must have one entry per row, ({len(rows_B)},), got {tuple(weights_B.shape)}"
+            )
         rows_B = rows_B * select(weights_B, mask_BT.bool().any(-1))
     total = rows_B.sum()
     if mode == "token-mean":
         return total / at_least_one(count_tokens(mask_BT) if num_tokens is None else num_tokens)
     if mode == "seq-mean-token-sum-norm":
         return total / (mask_BT.shape[-1] if norm_factor is None else norm_factor)
-    return total / at_least_one(count_sequences(mask_BT) if num_sequences is None else num_sequences)
+    return total / at_least_one(
+        count_sequences(mask_BT) if num_sequences is None else num_sequences
+    )
 
 
 def mean_one_sample_weights(
@@ -93,4 +104,6 @@ def mean_one_sample_weights(
         longest, shortest = lengths_B.max(), torch.where(valid_B.bool(), lengths_B, torch.inf).min()
         scaled_B = (lengths_B - shortest) / (longest - shortest).clamp(min=1)
         weights_B = weights_B * select(1.5 - scaled_B, valid_B)
-    return weights_B * (valid_B.bool().sum() / weights_B.sum().clamp(min=torch.finfo(torch.float32).tiny))
+    return weights_B * (
+        valid_B.bool().sum() / weights_B.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    )

@@ -22,7 +22,9 @@ MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 
 
-def approx_kl(log_probs: Tensor, base_log_probs: Tensor, *, kind: str = "kl", mask: Tensor | None = None) -> Tensor:
+def approx_kl(
+    log_probs: Tensor, base_log_probs: Tensor, *, kind: str = "kl", mask: Tensor | None = None
+) -> Tensor:
     """Estimate KL(policy || base) for every token, exactly 0 where `mask` is 0. With d = log_probs - base_log_probs:
 
                                     as a reward                      as a loss: gradient by log_probs

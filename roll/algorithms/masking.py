@@ -20,7 +20,9 @@ def check_mask(tensor: Tensor, mask: Tensor, name: str = "tensor") -> None:
     hint = ""
     if tensor.ndim == mask.ndim == 2 and abs(tensor.shape[1] - mask.shape[1]) == 1:
         hint = "; token-level tensors have S-1 columns and pair with response_mask[:, 1:]"
-    raise ValueError(f"{name} has shape {tuple(tensor.shape)} but its mask has shape {tuple(mask.shape)}{hint}")
+    raise ValueError(
+        f"{name} has shape {tuple(tensor.shape)} but its mask has shape {tuple(mask.shape)}{hint}"
+    )
 
 
 def check_finite(tensor: Tensor, mask: Tensor | None = None, name: str = "tensor") -> None:
@@ -35,7 +37,11 @@ def check_finite(tensor: Tensor, mask: Tensor | None = None, name: str = "tensor
     if not bad.any():
         return
     first = tuple(bad.nonzero()[0].tolist())
-    rows = bad.flatten(1).any(1).nonzero().flatten().tolist() if bad.ndim > 1 else bad.nonzero().flatten().tolist()
+    rows = (
+        bad.flatten(1).any(1).nonzero().flatten().tolist()
+        if bad.ndim > 1
+        else bad.nonzero().flatten().tolist()
+    )
     shown = f"{rows[:8]}" + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     raise ValueError(
         f"{name} is not finite at {int(bad.sum())} valid entries in rows {shown}: {name}{list(first)} is "
@@ -111,7 +117,9 @@ def segment_masked_mean(tensor: Tensor, mask: Tensor, keep: Tensor | None = None
     if keep is not None:
         check_mask(keep, mask, "keep")
         keep_BT = mask.bool() & keep.bool()
-    return segment_mean(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), mask.bool(), keep_BT)
+    return segment_mean(
+        tensor.to(torch.promote_types(tensor.dtype, torch.float32)), mask.bool(), keep_BT
+    )
 
 
 def _mean_var(values: Tensor, mask: Tensor, correction: int = 1) -> tuple[Tensor, Tensor]:
@@ -126,7 +134,9 @@ def _mean_var(values: Tensor, mask: Tensor, correction: int = 1) -> tuple[Tensor
     return mean.to(dtype), var.to(dtype)
 
 
-def _whiten(values: Tensor, mask: Tensor, mean: Tensor, var: Tensor, shift_mean: bool, num_samples: int) -> Tensor:
+def _whiten(
+    values: Tensor, mask: Tensor, mean: Tensor, var: Tensor, shift_mean: bool, num_samples: int
+) -> Tensor:
     values = select(values, mask)
     if num_samples < 2:
         return values

@@ -44,7 +44,9 @@ class RangeFilter:
         check_level(self.level, "filter")
         for name, bounds in (("ratio", self.ratio_range), ("diff", self.diff_range)):
             if bounds is not None and not bounds[0] <= bounds[1]:
-                raise ValueError(f"the {name} range of a filter must satisfy low <= high, got {bounds}")
+                raise ValueError(
+                    f"the {name} range of a filter must satisfy low <= high, got {bounds}"
+                )
 
 
 def check_level(level: str, what: str) -> None:
@@ -53,7 +55,9 @@ def check_level(level: str, what: str) -> None:
         raise ValueError(f"unknown {what} level {level!r}; known: {', '.join(LEVELS)}")
 
 
-def train_infer_gap(*, old_log_probs_BT: Tensor, infer_log_probs_BT: Tensor, mask_BT: Tensor) -> TrainInferGap:
+def train_infer_gap(
+    *, old_log_probs_BT: Tensor, infer_log_probs_BT: Tensor, mask_BT: Tensor
+) -> TrainInferGap:
     """Measure the gap at all four levels. Exponents saturate at +-20, so every ratio is finite.
 
     Example: log-ratios [0.2, 0.4, x, 0.9] under mask [1, 1, 0, 1] -> segment ratios [e^0.3, e^0.3, 0, e^0.9],
@@ -65,17 +69,23 @@ def train_infer_gap(*, old_log_probs_BT: Tensor, infer_log_probs_BT: Tensor, mas
     log_ratio = _by_level(old_BT - infer_BT, mask_BT)
     diff = _by_level(_bounded_exp(old_BT) - _bounded_exp(infer_BT), mask_BT)
     return TrainInferGap(
-        ratio={level: select(_bounded_exp(value_BT), mask_BT) for level, value_BT in log_ratio.items()},
+        ratio={
+            level: select(_bounded_exp(value_BT), mask_BT) for level, value_BT in log_ratio.items()
+        },
         diff={level: select(value_BT, mask_BT) for level, value_BT in diff.items()},
         mask_BT=mask_BT.bool(),
     )
 
 
-def importance_weight(gap: TrainInferGap, *, level: str, upper_bound: float | None) -> tuple[Tensor, Tensor]:
+def importance_weight(
+    gap: TrainInferGap, *, level: str, upper_bound: float | None
+) -> tuple[Tensor, Tensor]:
     """(weight_BT, clipped_BT): the ratio at `level`, at most `upper_bound`, 1 where masked; where the bound held."""
     check_level(level, "importance weight")
     if upper_bound is not None and not upper_bound > 0:
-        raise ValueError(f"the upper bound of importance weights must be positive, got {upper_bound}")
+        raise ValueError(
+            f"the upper bound of importance weights must be positive, got {upper_bound}"
+        )
     ratio_BT = gap.ratio[level]
     if upper_bound is None:
         return select(ratio_BT, gap.mask_BT, fill=1.0), torch.zeros_like(gap.mask_BT)
@@ -87,7 +97,9 @@ def in_range(values_BT: Tensor, bounds: tuple[float, float], mask_BT: Tensor) ->
     return ((values_BT >= bounds[0]) & (values_BT <= bounds[1])) | ~mask_BT.bool()
 
 
-def apply_filters(gap: TrainInferGap, filters: Sequence[RangeFilter]) -> tuple[Tensor, dict[str, Tensor]]:
+def apply_filters(
+    gap: TrainInferGap, filters: Sequence[RangeFilter]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """(keep_BT, passed): tokens that pass all filters, and for each `<level>_<ratio|diff>` those that pass its tests.
 
     Both are True where masked: a filter says nothing about tokens that are not there.

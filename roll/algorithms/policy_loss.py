@@ -14,7 +14,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import AGGREGATION_MODES, Count, aggregate_loss, count_sequences, count_tokens
+from roll.algorithms.aggregation import (
+    AGGREGATION_MODES,
+    Count,
+    aggregate_loss,
+    count_sequences,
+    count_tokens,
+)
 from roll.algorithms.kl import KL_KINDS, MAX_LOG_RATIO, approx_kl
 from roll.algorithms.masking import check_mask, masked_mean, segment_masked_mean, select
 from roll.ops.scalars import NamedScalars, Scalar
@@ -90,7 +96,12 @@ class PPOClip(_AroundOne):
 
     @property
     def kernel(self) -> tuple[str, float, float, float]:
-        return ("ppo" if self.dual_clip is None else "ppo_dual", self.low, self.high, self.dual_clip or 0.0)
+        return (
+            "ppo" if self.dual_clip is None else "ppo_dual",
+            self.low,
+            self.high,
+            self.dual_clip or 0.0,
+        )
 
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
         ratio_BT, advantages_BT = terms.ratio_BT, terms.advantages_BT
@@ -117,7 +128,9 @@ class Reinforce:
         return ("reinforce", 0.0, 0.0, 0.0)
 
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
-        return -terms.advantages_BT * terms.log_probs_BT, torch.zeros_like(terms.ratio_BT, dtype=torch.bool)
+        return -terms.advantages_BT * terms.log_probs_BT, torch.zeros_like(
+            terms.ratio_BT, dtype=torch.bool
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +142,9 @@ class TruncatedIS:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high:
-            raise ValueError(f"TIS bounds must satisfy 0 <= low <= high, got low={self.low}, high={self.high}")
+            raise ValueError(
+                f"TIS bounds must satisfy 0 <= low <= high, got low={self.low}, high={self.high}"
+            )
 
     @property
     def kernel(self) -> tuple[str, float, float, float]:
@@ -164,7 +179,9 @@ class CISPO(_AroundOne):
         weight_BT = ratio_BT.clamp(self.low, self.high)
         clipped_BT = weight_BT != ratio_BT
         if self.drop_clipped:
-            past_BT = ((advantages_BT > 0) & (ratio_BT > self.high)) | ((advantages_BT < 0) & (ratio_BT < self.low))
+            past_BT = ((advantages_BT > 0) & (ratio_BT > self.high)) | (
+                (advantages_BT < 0) & (ratio_BT < self.low)
+            )
             weight_BT = weight_BT.masked_fill(past_BT, 0.0)
         return -weight_BT * advantages_BT * terms.log_probs_BT, clipped_BT
 
@@ -190,7 +207,9 @@ class TOPR:
         positive_BT = terms.advantages_BT > 0
         taper_BT = terms.ratio_BT.detach().clamp(max=self.high)
         weight_BT = torch.where(positive_BT, self.positive_weight, self.negative_weight * taper_BT)
-        return -weight_BT * terms.advantages_BT * terms.log_probs_BT, ~positive_BT & (terms.ratio_BT > self.high)
+        return -weight_BT * terms.advantages_BT * terms.log_probs_BT, ~positive_BT & (
+            terms.ratio_BT > self.high
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +229,9 @@ class KimiK15:
         return ("kimi15", self.tau, 0.0, 0.0)
 
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
-        loss_BT = -terms.advantages_BT * terms.log_probs_BT + 0.5 * self.tau * terms.log_ratio_BT.square()
+        loss_BT = (
+            -terms.advantages_BT * terms.log_probs_BT + 0.5 * self.tau * terms.log_ratio_BT.square()
+        )
         return loss_BT, torch.zeros_like(loss_BT, dtype=torch.bool)
 
 
@@ -288,11 +309,15 @@ def importance_ratio(
     if scope == "segment":
         log_ratio_BT = segment_masked_mean(log_ratio_BT, mask_BT, keep_BT)
     elif scope == "sequence":
-        log_ratio_BT = masked_mean(log_ratio_BT, kept_BT, dim=-1).unsqueeze(-1).expand_as(log_ratio_BT)
+        log_ratio_BT = (
+            masked_mean(log_ratio_BT, kept_BT, dim=-1).unsqueeze(-1).expand_as(log_ratio_BT)
+        )
     mean_BT = select(log_ratio_BT, kept_BT)
     log_ratio_BT = mean_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if scope != ratio_type:
-        log_ratio_BT = log_ratio_BT + select(own_BT - own_BT.detach(), kept_BT & (mean_BT == log_ratio_BT))
+        log_ratio_BT = log_ratio_BT + select(
+            own_BT - own_BT.detach(), kept_BT & (mean_BT == log_ratio_BT)
+        )
     return log_ratio_BT, log_ratio_BT.exp()
 
 
@@ -324,7 +349,11 @@ def policy_loss(
     borders of segments are those before the filter, so that dropping a token does not inflate the others.
     `is_weight_BT` multiplies the loss of a token, `sample_weights_B` that of a row.
     """
-    tensors = {"log_probs": log_probs_BT, "old_log_probs": old_log_probs_BT, "advantages": advantages_BT}
+    tensors = {
+        "log_probs": log_probs_BT,
+        "old_log_probs": old_log_probs_BT,
+        "advantages": advantages_BT,
+    }
     tensors |= {"ref_log_probs": ref_log_probs_BT, "entropy": entropy_BT}
     tensors |= {"keep": keep_BT, "train_infer_is_weight": is_weight_BT}
     for name, tensor in tensors.items():
@@ -371,10 +400,15 @@ def _plain_policy_loss(
     """The definition of the loss. `kept_BT` are the tokens of `inputs` that take part."""
 
     def aggregate(values_BT: Tensor, weights_B: Tensor | None = None) -> Tensor:
-        counts = {name: getattr(inputs, name) for name in ("num_tokens", "num_sequences", "norm_factor")}
+        counts = {
+            name: getattr(inputs, name) for name in ("num_tokens", "num_sequences", "norm_factor")
+        }
         return aggregate_loss(values_BT, kept_BT, kind.agg_mode, weights_B=weights_B, **counts)
 
-    log_probs_BT, advantages_BT = select(log_probs_BT, kept_BT), select(inputs.advantages_BT, kept_BT)
+    log_probs_BT, advantages_BT = (
+        select(log_probs_BT, kept_BT),
+        select(inputs.advantages_BT, kept_BT),
+    )
     token_log_ratio_BT = log_probs_BT - select(inputs.old_log_probs_BT, kept_BT)
     _, ratio_BT = importance_ratio(
         token_log_ratio_BT, inputs.mask_BT, ratio_type=kind.ratio_type, keep_BT=inputs.keep_BT
@@ -391,7 +425,9 @@ def _plain_policy_loss(
     if inputs.ref_log_probs_BT is not None:
         # Without a coefficient the KL is only reported: no graph is kept for it.
         with torch.set_grad_enabled(torch.is_grad_enabled() and kind.kl_coef != 0):
-            kl = aggregate(approx_kl(log_probs_BT, inputs.ref_log_probs_BT, kind=kind.kl_kind, mask=kept_BT))
+            kl = aggregate(
+                approx_kl(log_probs_BT, inputs.ref_log_probs_BT, kind=kind.kl_kind, mask=kept_BT)
+            )
         total = total + kind.kl_coef * kl if kind.kl_coef != 0 else total
     total = kind.pg_coef * total
     if entropy_BT is not None:
@@ -427,11 +463,17 @@ def _is_known(kind: TokenLossKind, inputs: TokenLossInputs) -> bool:
 
 
 def _fused_policy_loss(
-    log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs, kind: TokenLossKind, kept_BT: Tensor
+    log_probs_BT: Tensor,
+    entropy_BT: Tensor | None,
+    inputs: TokenLossInputs,
+    kind: TokenLossKind,
+    kept_BT: Tensor,
 ) -> PolicyLoss:
     total, results = token_loss(log_probs_BT, entropy_BT, inputs, kind)
     places = _places(inputs.ref_log_probs_BT is not None, entropy_BT is not None)
-    return PolicyLoss(total=total, parts=NamedScalars.of_vector(results, places), mask_BT=kept_BT, details=None)
+    return PolicyLoss(
+        total=total, parts=NamedScalars.of_vector(results, places), mask_BT=kept_BT, details=None
+    )
 
 
 @functools.cache
@@ -472,14 +514,20 @@ def policy_statistics(
     fill = ratio_BT.new_full((1,), torch.inf)
     return {
         **{
-            f"ppo_ratio_{side}clipfrac": aggregate_loss(share_BT.float(), mask_BT, "token-mean", num_tokens=num_tokens)
+            f"ppo_ratio_{side}clipfrac": aggregate_loss(
+                share_BT.float(), mask_BT, "token-mean", num_tokens=num_tokens
+            )
             for side, share_BT in out_of_range.items()
         },
         "clipfrac": aggregate_loss(details.clipped_BT.float(), mask_BT, agg_mode, **counts),
-        "ratio_mean": aggregate_loss(ratio_BT, mask_BT, "seq-mean-token-mean", num_sequences=num_sequences),
+        "ratio_mean": aggregate_loss(
+            ratio_BT, mask_BT, "seq-mean-token-mean", num_sequences=num_sequences
+        ),
         "ratio_max": torch.cat([select(ratio_BT, mask_BT, -torch.inf).flatten(), -fill]).max(),
         "ratio_min": torch.cat([select(ratio_BT, mask_BT, torch.inf).flatten(), fill]).min(),
-        "approxkl": aggregate_loss(0.5 * details.log_ratio_BT.square(), mask_BT, agg_mode, **counts),
+        "approxkl": aggregate_loss(
+            0.5 * details.log_ratio_BT.square(), mask_BT, agg_mode, **counts
+        ),
         "policykl": aggregate_loss(details.log_ratio_BT, mask_BT, agg_mode, **counts),
     }
 
@@ -488,4 +536,6 @@ def _check_clip_range(low: float, high: float, *, allow_no_lower_bound: bool = F
     if not (low >= 0 and high >= 0):
         raise ValueError(f"clip bounds must not be negative, got low={low}, high={high}")
     if low > 1 or (low == 1 and not allow_no_lower_bound):
-        raise ValueError(f"the lower clip bound must be below 1 (the ratio is clipped to 1 - low), got {low}")
+        raise ValueError(
+            f"the lower clip bound must be below 1 (the ratio is clipped to 1 - low), got {low}"
+        )

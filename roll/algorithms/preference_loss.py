@@ -41,13 +41,19 @@ def completion_mask(attention_mask_RS: Tensor, prompt_lens_R: Tensor) -> Tensor:
     return (attended_RS & (index_RS >= prompt_lens_R.unsqueeze(-1)))[:, 1:]
 
 
-def sequence_log_probs(log_probs_RT: Tensor, attention_mask_RS: Tensor, prompt_lens_R: Tensor) -> tuple[Tensor, Tensor]:
+def sequence_log_probs(
+    log_probs_RT: Tensor, attention_mask_RS: Tensor, prompt_lens_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """(log_probs_R, lengths_R): sum of the completion's log-probabilities and its number of tokens, for each row.
 
     An empty completion has log-probability 0 and length 0.
     """
     mask_RT = completion_mask(attention_mask_RS, prompt_lens_R)
-    check_mask(log_probs_RT, mask_RT, "per-token log-probabilities (one column fewer than the attention mask)")
+    check_mask(
+        log_probs_RT,
+        mask_RT,
+        "per-token log-probabilities (one column fewer than the attention mask)",
+    )
     return select(log_probs_RT, mask_RT).sum(-1), mask_RT.sum(-1)
 
 
@@ -80,7 +86,9 @@ class Pairs:
     @property
     def mean_margin(self) -> Tensor:
         if self.chosen_mean is None or self.rejected_mean is None:
-            raise ValueError("this loss type averages over tokens: it needs the lengths of the completions")
+            raise ValueError(
+                "this loss type averages over tokens: it needs the lengths of the completions"
+            )
         return self.chosen_mean - self.rejected_mean
 
     def smoothed_logistic(self, margin: Tensor) -> Tensor:
@@ -116,7 +124,9 @@ def _robust(pairs: Pairs) -> Tensor:
 
 def _exo_pair(pairs: Pairs) -> Tensor:
     if pairs.label_smoothing == 0:
-        raise ValueError("loss type 'exo_pair' needs label_smoothing > 0 (it takes its logarithm); try 1e-3")
+        raise ValueError(
+            "loss type 'exo_pair' needs label_smoothing > 0 (it takes its logarithm); try 1e-3"
+        )
     z = pairs.beta * pairs.margin
     log_right, log_wrong = math.log1p(-pairs.label_smoothing), math.log(pairs.label_smoothing)
     right, wrong = F.logsigmoid(z), F.logsigmoid(-z)
@@ -145,7 +155,9 @@ def _apo_down(pairs: Pairs) -> Tensor:
 
 
 def _aot(pairs: Pairs) -> Tensor:
-    return pairs.smoothed_logistic(pairs.policy_margin.sort().values - pairs.reference_margin.sort().values)
+    return pairs.smoothed_logistic(
+        pairs.policy_margin.sort().values - pairs.reference_margin.sort().values
+    )
 
 
 def _aot_unpaired(pairs: Pairs) -> Tensor:
@@ -211,7 +223,9 @@ def preference_loss(
     in tokens. References None means reference-free: a reference that gives every answer log-probability 0.
     """
     if loss_type not in PREFERENCE_LOSSES:
-        raise ValueError(f"unknown preference loss {loss_type!r}; known: {', '.join(PREFERENCE_LOSSES)}")
+        raise ValueError(
+            f"unknown preference loss {loss_type!r}; known: {', '.join(PREFERENCE_LOSSES)}"
+        )
     if not beta > 0:
         raise ValueError(f"beta must be positive, got {beta}")
     if not 0 <= label_smoothing < 0.5:
@@ -219,13 +233,27 @@ def preference_loss(
     if not discopop_tau > 0:
         raise ValueError(f"discopop_tau must be positive, got {discopop_tau}")
     policy_chosen_P, policy_rejected_P = _float(policy_chosen_P), _float(policy_rejected_P)
-    reference_chosen_P = torch.zeros_like(policy_chosen_P) if reference_chosen_P is None else reference_chosen_P
-    reference_rejected_P = torch.zeros_like(policy_rejected_P) if reference_rejected_P is None else reference_rejected_P
-    shapes = [tuple(x.shape) for x in (policy_chosen_P, policy_rejected_P, reference_chosen_P, reference_rejected_P)]
+    reference_chosen_P = (
+        torch.zeros_like(policy_chosen_P) if reference_chosen_P is None else reference_chosen_P
+    )
+    reference_rejected_P = (
+        torch.zeros_like(policy_rejected_P)
+        if reference_rejected_P is None
+        else reference_rejected_P
+    )
+    shapes = [
+        tuple(x.shape)
+        for x in (policy_chosen_P, policy_rejected_P, reference_chosen_P, reference_rejected_P)
+    ]
     if len(set(shapes)) > 1:
-        raise ValueError(f"policy and reference, chosen and rejected, must have one log-probability per pair: {shapes}")
+        raise ValueError(
+            f"policy and reference, chosen and rejected, must have one log-probability per pair: {shapes}"
+        )
 
-    chosen_P, rejected_P = policy_chosen_P - reference_chosen_P, policy_rejected_P - reference_rejected_P
+    chosen_P, rejected_P = (
+        policy_chosen_P - reference_chosen_P,
+        policy_rejected_P - reference_rejected_P,
+    )
     pairs = Pairs(
         chosen=chosen_P,
         rejected=rejected_P,
@@ -233,7 +261,9 @@ def preference_loss(
         reference_margin=_float(reference_chosen_P - reference_rejected_P),
         # An empty completion has length 0 and log-ratio 0.
         chosen_mean=None if chosen_lens_P is None else chosen_P / chosen_lens_P.clamp(min=1),
-        rejected_mean=None if rejected_lens_P is None else rejected_P / rejected_lens_P.clamp(min=1),
+        rejected_mean=None
+        if rejected_lens_P is None
+        else rejected_P / rejected_lens_P.clamp(min=1),
         beta=beta,
         label_smoothing=label_smoothing,
         discopop_tau=discopop_tau,

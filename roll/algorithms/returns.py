@@ -26,7 +26,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return reverse_scan(rewards, mask.bool(), float(gamma))
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438). All tensors (B, T); returns (advantages, returns).
 
         delta[t] = r[t] + gamma * V[t'] - V[t],  A[t] = delta[t] + gamma * lam * A[t'],  R[t] = A[t] + V[t]

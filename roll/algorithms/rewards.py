@@ -58,10 +58,16 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.count, self.mean, self.m2 = int(state["count"]), float(state["mean"]), float(state["m2"])
+        self.count, self.mean, self.m2 = (
+            int(state["count"]),
+            float(state["mean"]),
+            float(state["m2"]),
+        )
 
 
-def group_index(num_rows: int, *, ids: Tensor | np.ndarray | Sequence[Any] | None = None, size: int = 1) -> Tensor:
+def group_index(
+    num_rows: int, *, ids: Tensor | np.ndarray | Sequence[Any] | None = None, size: int = 1
+) -> Tensor:
     """Number the group of each row, 0 .. G-1. Equal `ids` form a group; without ids, `size` neighbouring rows do.
 
     Example: ids ["b", "a", "b"] -> [0, 1, 0]; four rows with size 2 -> [0, 0, 1, 1].
@@ -77,7 +83,9 @@ def group_index(num_rows: int, *, ids: Tensor | np.ndarray | Sequence[Any] | Non
         raise ValueError(f"{len(ids)} group ids for {num_rows} rows")
     labels = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
     numbers: dict[Any, int] = {}
-    return torch.tensor([numbers.setdefault(label, len(numbers)) for label in labels], dtype=torch.int64)
+    return torch.tensor(
+        [numbers.setdefault(label, len(numbers)) for label in labels], dtype=torch.int64
+    )
 
 
 def normalize_rewards(
@@ -124,14 +132,18 @@ def _moments(
     """Mean, standard deviation (ddof 1, 0 for a single value) and count for each row, broadcastable to (B,)."""
     if scope == "running":
         if running is None:
-            raise ValueError("running normalisation needs the RunningMoments of this kind of reward")
+            raise ValueError(
+                "running normalisation needs the RunningMoments of this kind of reward"
+            )
         mean, std, count = r.new_tensor([running.mean, running.std, running.count])
         return mean, std, count
     if scope == "group":
         if groups is None:
             raise ValueError("group normalisation needs the group of each row; see group_index")
         if groups.shape != r.shape:
-            raise ValueError(f"group numbers have shape {tuple(groups.shape)} but rewards have {tuple(r.shape)}")
+            raise ValueError(
+                f"group numbers have shape {tuple(groups.shape)} but rewards have {tuple(r.shape)}"
+            )
         groups = groups.to(r.device)
     else:
         groups = torch.zeros(len(r), dtype=torch.int64, device=r.device)
@@ -158,7 +170,9 @@ def check_clip(limit: float | None, name: str) -> None:
         raise ValueError(f"{name}={limit} must not be negative; None turns clipping off")
 
 
-def clip_symmetric(values: Tensor, limit: float | None, mask: Tensor | None = None) -> tuple[Tensor, float]:
+def clip_symmetric(
+    values: Tensor, limit: float | None, mask: Tensor | None = None
+) -> tuple[Tensor, float]:
     """Clamp to [-limit, limit]. Returns the result and the share of (valid) entries that it changed; None: no limit."""
     if limit is None:
         return values, 0.0
@@ -171,7 +185,9 @@ def place_at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
     Example: rewards [5, 7], mask [[0, 1, 1, 0], [0, 0, 0, 0]] -> [[0, 0, 5, 0], [0, 0, 0, 0]].
     """
     if rewards_B.shape != mask_BT.shape[:1]:
-        raise ValueError(f"rewards have shape {tuple(rewards_B.shape)} but the mask has {len(mask_BT)} rows")
+        raise ValueError(
+            f"rewards have shape {tuple(rewards_B.shape)} but the mask has {len(mask_BT)} rows"
+        )
     mask_BT = mask_BT.bool()
     # Counted from the right, the first valid token is the only one with a count of 1.
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1, dtype=torch.int32).flip(1) == 1)

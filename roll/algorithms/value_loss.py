@@ -41,7 +41,11 @@ def value_loss(
         raise ValueError(f"the value clip must not be negative, got {clip}; None turns it off")
     if clip is not None and old_values_BT is None:
         raise ValueError("clipping the value loss needs the old values")
-    for name, tensor in (("values", values_BT), ("returns", returns_BT), ("old values", old_values_BT)):
+    for name, tensor in (
+        ("values", values_BT),
+        ("returns", returns_BT),
+        ("old values", old_values_BT),
+    ):
         if tensor is not None:
             check_mask(tensor, mask_BT, name)
     counts = {

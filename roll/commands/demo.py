@@ -100,13 +100,17 @@ DPO = (
 )
 
 
-def run_demo(folder: Path, *, everything: bool = False, console: Console | None = None) -> list[Outcome]:
+def run_demo(
+    folder: Path, *, everything: bool = False, console: Console | None = None
+) -> list[Outcome]:
     """Run the demo in a new folder like `folder`, and print what happens. Returns what each stage came to."""
     console = console or Console(highlight=False)
     started = time.monotonic()
     folder = _unused(folder)
     console.print("\n[bold]A model learns to write digits backwards[/]: 12345< becomes 54321.")
-    console.print(f"A tokenizer of 14 tokens and a Qwen2 of 134,000 random parameters are made in {folder}.")
+    console.print(
+        f"A tokenizer of 14 tokens and a Qwen2 of 134,000 random parameters are made in {folder}."
+    )
     threads = free_threads()
     limit_threads(threads.count)
     console.print(f"It uses {threads}.")
@@ -146,7 +150,9 @@ def _run_stage(project: Path, stage: Stage) -> Outcome:
         if pipeline.is_interrupted:
             raise KeyboardInterrupt
         run_dir = pipeline.run_dir.resolve()
-    values = [line[stage.metric] for line in read_metrics(run_dir / METRICS_FILE) if stage.metric in line]
+    values = [
+        line[stage.metric] for line in read_metrics(run_dir / METRICS_FILE) if stage.metric in line
+    ]
     return Outcome(stage, values[0], values[-1], time.monotonic() - started, run_dir)
 
 
@@ -158,10 +164,19 @@ def _print_samples(console: Console, run_dir: Path) -> None:
     first, last = (_samples(file) for file in (files[0], files[-1]))
     if not first.keys() & last.keys():
         return  # an environment has no right answer to show
-    table = Table("prompt", "answer before", "answer after", "right answer", box=None, padding=(0, 3, 0, 0))
+    table = Table(
+        "prompt", "answer before", "answer after", "right answer", box=None, padding=(0, 3, 0, 0)
+    )
     # Those that were wrong before tell more than those that were right.
-    for key in sorted((first.keys() & last.keys()), key=lambda key: first[key]["score"] or 0)[:NUM_SHOWN]:
-        cells = [first[key]["prompt"], first[key]["response"], last[key]["response"], first[key]["ground_truth"]]
+    for key in sorted((first.keys() & last.keys()), key=lambda key: first[key]["score"] or 0)[
+        :NUM_SHOWN
+    ]:
+        cells = [
+            first[key]["prompt"],
+            first[key]["response"],
+            last[key]["response"],
+            first[key]["ground_truth"],
+        ]
         table.add_row(*(Text(str(cell).replace("<|im_end|>", "")) for cell in cells))
     console.print(table)
 
@@ -174,20 +189,26 @@ def _samples(file: Path) -> dict[str, dict[str, Any]]:
 def _print_outcomes(console: Console, outcomes: list[Outcome], seconds: float) -> None:
     table = Table("", "before", "after", "time", title="\nWhat was learned", title_justify="left")
     for item in outcomes:
-        table.add_row(item.stage.what, f"{item.before:.2f}", f"{item.after:.2f}", f"{item.seconds:.0f} s")
+        table.add_row(
+            item.stage.what, f"{item.before:.2f}", f"{item.after:.2f}", f"{item.seconds:.0f} s"
+        )
     console.print(table)
     console.print(f"{seconds:.0f} s in all. The story of each run, down to its tokens:")
     for item in outcomes:
         report = item.run_dir / "report.html"
         console.print(Text(f"  {report if report.is_file() else item.run_dir}"))
     project = outcomes[0].run_dir.parent.parent
-    console.print(Text(f"\nNext: change {project / 'reward.py'}, then in that folder: roll train grpo.yaml"))
+    console.print(
+        Text(f"\nNext: change {project / 'reward.py'}, then in that folder: roll train grpo.yaml")
+    )
 
 
 def examples_folder() -> Path:
     """Where the examples lie: beside the package in a clone, inside it when installed from a wheel."""
     package = Path(__file__).parents[1]
-    return next(folder for folder in (package / "examples", package.parent / "examples") if folder.is_dir())
+    return next(
+        folder for folder in (package / "examples", package.parent / "examples") if folder.is_dir()
+    )
 
 
 def _in_examples(text: str) -> str:

@@ -66,7 +66,9 @@ def examine(folder: Path | None = None) -> list[Finding]:
 
 
 def as_json(findings: list[Finding]) -> str:
-    return json.dumps({"healthy": is_healthy(findings), "findings": [asdict(item) for item in findings]}, indent=2)
+    return json.dumps(
+        {"healthy": is_healthy(findings), "findings": [asdict(item) for item in findings]}, indent=2
+    )
 
 
 def is_healthy(findings: list[Finding]) -> bool:
@@ -85,16 +87,23 @@ def _packages() -> list[Finding]:
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:
-        return [Finding("packages", "problem", "the package 'packaging' is missing", "pip install packaging")]
+        return [
+            Finding(
+                "packages", "problem", "the package 'packaging' is missing", "pip install packaging"
+            )
+        ]
     findings: dict[str, Finding] = {}
     for text in metadata.requires(PACKAGE) or []:
         requirement = Requirement(text)
         extra = _extra_of(text)
         if extra in ("dev", "docs", "bench") or (
-            requirement.marker is not None and not requirement.marker.evaluate({"extra": extra or ""})
+            requirement.marker is not None
+            and not requirement.marker.evaluate({"extra": extra or ""})
         ):
             continue
-        findings.setdefault(requirement.name, _package(requirement.name, requirement.specifier, extra))
+        findings.setdefault(
+            requirement.name, _package(requirement.name, requirement.specifier, extra)
+        )
     installed = [name for name, finding in findings.items() if finding.state == "ok"]
     return [*findings.values(), *_conflicts(installed)]
 
@@ -133,7 +142,9 @@ def _package(name: str, specifier: SpecifierSet, extra: str | None) -> Finding:
         return Finding(name, "optional", f"not installed; the extra `{extra}` has it", install)
     if specifier.contains(version, prereleases=True):
         return Finding(name, "ok", version)
-    return Finding(name, "problem", f"{version}, but this version of roll needs {specifier}", install)
+    return Finding(
+        name, "problem", f"{version}, but this version of roll needs {specifier}", install
+    )
 
 
 def _extra_of(requirement: str) -> str | None:
@@ -159,13 +170,22 @@ def _torch_companions() -> list[Finding]:
 
 def _torch() -> list[Finding]:
     try:
-        probe = subprocess.run([sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120)
+        probe = subprocess.run(
+            [sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120
+        )
     except subprocess.TimeoutExpired:
         fix = "run `nvidia-smi`; a driver that hangs needs a restart of the machine"
         return [Finding("GPU", "problem", "torch did not answer within two minutes", fix)]
     if probe.returncode != 0:
         reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
-        return [Finding("torch", "problem", f"cannot be imported: {reason}", "pip install --force-reinstall torch")]
+        return [
+            Finding(
+                "torch",
+                "problem",
+                f"cannot be imported: {reason}",
+                "pip install --force-reinstall torch",
+            )
+        ]
     answer = json.loads(probe.stdout.strip().splitlines()[-1])
     if answer["gpus"]:
         names = ", ".join(f"{gpu['name']} ({gpu['gib']:.0f} GiB)" for gpu in answer["gpus"])
@@ -174,7 +194,14 @@ def _torch() -> list[Finding]:
         found = f"there is a driver, but torch {answer['version']} sees no GPU"
         fix = "install a torch build with CUDA: https://pytorch.org/get-started/locally"
         return [Finding("GPU", "problem", found, fix)]
-    return [Finding("GPU", "optional", "none; training runs on the CPU", "fine for the demo and for tiny models")]
+    return [
+        Finding(
+            "GPU",
+            "optional",
+            "none; training runs on the CPU",
+            "fine for the demo and for tiny models",
+        )
+    ]
 
 
 def _memory() -> list[Finding]:
@@ -182,7 +209,14 @@ def _memory() -> list[Finding]:
     found = f"{total:.0f} GiB, {os.cpu_count()} cores"
     if total >= MIN_MEMORY_GIB:
         return [Finding("memory", "ok", found)]
-    return [Finding("memory", "warning", found, f"tiny models run; others want at least {MIN_MEMORY_GIB} GiB")]
+    return [
+        Finding(
+            "memory",
+            "warning",
+            found,
+            f"tiny models run; others want at least {MIN_MEMORY_GIB} GiB",
+        )
+    ]
 
 
 def _disk(folder: Path) -> list[Finding]:
@@ -202,4 +236,11 @@ def _shared_memory() -> list[Finding]:
     size = shutil.disk_usage(folder).total / GIB
     if size >= 1:
         return [Finding("/dev/shm", "ok", f"{size:.0f} GiB")]
-    return [Finding("/dev/shm", "warning", f"{size:.2f} GiB; Ray will be slow", "docker run --shm-size=8g ...")]
+    return [
+        Finding(
+            "/dev/shm",
+            "warning",
+            f"{size:.2f} GiB; Ray will be slow",
+            "docker run --shm-size=8g ...",
+        )
+    ]

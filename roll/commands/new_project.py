@@ -26,7 +26,9 @@ def new_project(folder: Path, *, seed: int = 0) -> Path:
     # The model needs torch, which takes seconds to import: bad names are refused first.
     from roll.models.tiny import make_tiny_model
 
-    shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+    )
     rows = reversed_digits(seed)
     write_rows(folder / "data" / "test.jsonl", rows[:NUM_TEST])
     write_rows(folder / "data" / "train.jsonl", rows[NUM_TEST:])

@@ -5,4 +5,10 @@ from roll.configs.generating_args import GeneratingArguments
 from roll.configs.model_args import LoraArguments, ModelArguments
 from roll.configs.training_args import TrainingArguments
 
-__all__ = ["DataArguments", "GeneratingArguments", "LoraArguments", "ModelArguments", "TrainingArguments"]
+__all__ = [
+    "DataArguments",
+    "GeneratingArguments",
+    "LoraArguments",
+    "ModelArguments",
+    "TrainingArguments",
+]

@@ -26,7 +26,9 @@ class BatchPlan:
     steps: int  # pipeline steps in which the role is trained
     epochs: int = 1
     rows_per_sample: int = 1  # 2 for a pair, whose micro-batch size counts pairs
-    rows_are_turns: bool = False  # a trajectory gives one row per turn: all counts of rows are lower bounds
+    rows_are_turns: bool = (
+        False  # a trajectory gives one row per turn: all counts of rows are lower bounds
+    )
     max_turns: int | None = None  # of a trajectory, if that is known
 
     @property
@@ -76,7 +78,8 @@ class BatchPlan:
         """At the first, the middle and the last optimizer step."""
         total = self.total_optimizer_steps
         first, middle, last = (
-            learning_rate_at(self.role.training_args, step, total) for step in (0, total // 2, total - 1)
+            learning_rate_at(self.role.training_args, step, total)
+            for step in (0, total // 2, total - 1)
         )
         return first, middle, last
 
@@ -114,7 +117,9 @@ class BatchPlan:
         return [wrong(key, self.prompts, expected, f"use {low} or {high}")]
 
 
-def division_problems(plans: Iterable[BatchPlan], key: str, *, multiple_of: int = 1) -> list[Problem]:
+def division_problems(
+    plans: Iterable[BatchPlan], key: str, *, multiple_of: int = 1
+) -> list[Problem]:
     """The first plan that does not divide, with values that suit all of them."""
     plans = list(plans)
     common = math.lcm(multiple_of, *(plan.divisor for plan in plans))

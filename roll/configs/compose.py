@@ -91,7 +91,9 @@ def escape(value: Any) -> Any:
     return [escape(item) for item in value] if isinstance(value, list) else value
 
 
-def _compose_file(path: Path, above: tuple[Path, ...], files: list[Path], inherited: set[str]) -> DictConfig:
+def _compose_file(
+    path: Path, above: tuple[Path, ...], files: list[Path], inherited: set[str]
+) -> DictConfig:
     if path.resolve() in [other.resolve() for other in above]:
         circle = " -> ".join(str(other) for other in (*above, path))
         raise ConfigError(f"{path}: the defaults lists form a circle: {circle}")
@@ -120,7 +122,9 @@ def _compose_file(path: Path, above: tuple[Path, ...], files: list[Path], inheri
     return merged
 
 
-def _base(path: Path, entry: Any, above: tuple[Path, ...], files: list[Path], inherited: set[str]) -> list[DictConfig]:
+def _base(
+    path: Path, entry: Any, above: tuple[Path, ...], files: list[Path], inherited: set[str]
+) -> list[DictConfig]:
     """One entry of a `defaults` list as a layer to merge; none for an optional file that is not there."""
     package = ""
     if isinstance(entry, DictConfig) and len(entry) == 1:
@@ -158,17 +162,23 @@ def _read(path: Path, named_by: Path | None) -> DictConfig:
     except IsADirectoryError:
         raise ConfigError(f"{path}: this is a folder, expected a YAML file{by}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); expected YAML") from None
+        raise ConfigError(
+            f"{path}: not a text file in UTF-8 (byte {error.start}); expected YAML"
+        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error.context}") from None
+        raise ConfigError(
+            f"{path}{where}: not valid YAML: {error.problem or error.context}"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {_first_line(error)}") from None
     except OmegaConfBaseException as error:
         key = _full_key(error)
         where = _locate(key, [path], [])
-        raise ConfigError(f"{where}: {key}: the ${{...}} in it is malformed: {_first_line(error)}") from None
+        raise ConfigError(
+            f"{where}: {key}: the ${{...}} in it is malformed: {_first_line(error)}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not isinstance(tree, DictConfig):
@@ -208,9 +218,13 @@ def _apply_override(tree: DictConfig, override: str) -> str:
     key, sign, text = override.partition("=")
     key = key.lstrip("+").strip()
     if not sign or not re.fullmatch(r"[^\s.\[\]]+([.\[][^\s.\[\]]+\]?)*", key):
-        raise ConfigError(f'{COMMAND_LINE}: found "{override}", expected key=value, such as max_steps=10')
+        raise ConfigError(
+            f'{COMMAND_LINE}: found "{override}", expected key=value, such as max_steps=10'
+        )
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        parsed: Any = OmegaConf.to_container(
+            OmegaConf.from_dotlist([f"value={text}"]), resolve=False
+        )
         _write_out_references(tree, key)
         OmegaConf.update(tree, key, parsed["value"], merge=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -230,13 +244,19 @@ def _write_out_references(tree: DictConfig, key: str) -> None:
 
 
 def _resolve(tree: DictConfig, files: Sequence[Path], overridden: Sequence[str]) -> dict[str, Any]:
-    if not OmegaConf.has_resolver("now"):  # hydra's resolver; a program that runs under hydra has it already
-        OmegaConf.register_new_resolver("now", lambda form: datetime.now().strftime(form), use_cache=True)
+    if not OmegaConf.has_resolver(
+        "now"
+    ):  # hydra's resolver; a program that runs under hydra has it already
+        OmegaConf.register_new_resolver(
+            "now", lambda form: datetime.now().strftime(form), use_cache=True
+        )
     try:
         values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         problems = dict(_unresolved(tree)) or {_full_key(error): _why_unresolved(error)}
-        lines = [f"{_locate(key, files, overridden)}: {key}: {why}" for key, why in problems.items()]
+        lines = [
+            f"{_locate(key, files, overridden)}: {key}: {why}" for key, why in problems.items()
+        ]
         raise ConfigError("\n".join(lines)) from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
@@ -275,7 +295,9 @@ def _locate(key: str, files: Sequence[Path], overridden: Sequence[str]) -> str:
         return COMMAND_LINE
     parts = key.split(".") if key else []
     found = [(path, *_deepest_line(path, parts)) for path in files]
-    path, depth, line = max(found, key=lambda item: item[1])  # the first of equals: the file itself, then its bases
+    path, depth, line = max(
+        found, key=lambda item: item[1]
+    )  # the first of equals: the file itself, then its bases
     return f"{path}:{line}" if depth else str(files[0])
 
 

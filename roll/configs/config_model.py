@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, WrapValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
@@ -71,13 +79,17 @@ class NotBuilt:
     def off_in_yaml(self) -> str:
         return "null" if self.off is None else str(self.off).lower()
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: Any) -> Any:
         if value != self.off:
             fix = f"remove it or set it to {self.off_in_yaml}"
-            raise ConfigProblems([Problem("", f"found {show(value)}; not built yet: {self.what}; {fix}")])
+            raise ConfigProblems(
+                [Problem("", f"found {show(value)}; not built yet: {self.what}; {fix}")]
+            )
         return value
 
 
@@ -148,7 +160,9 @@ def plain_values(config: ConfigModel) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        is_default = name not in config.model_fields_set or value == field.get_default(call_default_factory=True)
+        is_default = name not in config.model_fields_set or value == field.get_default(
+            call_default_factory=True
+        )
         if is_without_effect(field) and is_default:
             continue
         result[name] = _plain(value, dumped[name])

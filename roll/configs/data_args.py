@@ -13,7 +13,9 @@ from roll.configs.problems import ConfigProblems, wrong
 class DataArguments(ConfigModel):
     """Files, columns and chat template of a role's data."""
 
-    ignored_keys: ClassVar[frozenset[str]] = frozenset({"dataset_dir", "interleave_probs", "dataset_name"})
+    ignored_keys: ClassVar[frozenset[str]] = frozenset(
+        {"dataset_dir", "interleave_probs", "dataset_name"}
+    )
 
     template: str | None = "native"
     """Chat template that renders conversations; `native` is the one that comes with the tokenizer."""
@@ -21,7 +23,9 @@ class DataArguments(ConfigModel):
     domain_interleave_probs: dict[str, NonNegative] | None = None
     """Share of each domain in a batch of prompts; the shares add up to 1."""
 
-    preprocessing_num_workers: Annotated[AtLeastOne | None, NoEffect("the tokenizer uses all cores")] = None
+    preprocessing_num_workers: Annotated[
+        AtLeastOne | None, NoEffect("the tokenizer uses all cores")
+    ] = None
     """Processes that tokenize the data; null tokenizes in this process."""
 
     cache_path: Annotated[str | None, NoEffect("files are read anew")] = None
@@ -59,12 +63,21 @@ class DataArguments(ConfigModel):
         problems = []
         if self.prompt is not None and self.messages is not None:
             problems.append(
-                wrong("messages", self.messages, f'null, because prompt is "{self.prompt}"', "keep one of them")
+                wrong(
+                    "messages",
+                    self.messages,
+                    f'null, because prompt is "{self.prompt}"',
+                    "keep one of them",
+                )
             )
         shares = self.domain_interleave_probs
         if shares and abs(sum(shares.values()) - 1) > 1e-6:
             problems.append(
-                wrong("domain_interleave_probs", shares, f"shares that add up to 1, not {sum(shares.values()):g}")
+                wrong(
+                    "domain_interleave_probs",
+                    shares,
+                    f"shares that add up to 1, not {sum(shares.values()):g}",
+                )
             )
         if problems:
             raise ConfigProblems(problems)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-HOW_TO_WRITE = "expected a list of GPU numbers; write [0, 1], list(range(0,8)) or list(range(0,4)) + [6, 7]"
+HOW_TO_WRITE = (
+    "expected a list of GPU numbers; write [0, 1], list(range(0,8)) or list(range(0,4)) + [6, 7]"
+)
 MAX_DEVICES = 65_536  # far beyond any cluster; keeps a mistyped range from filling the memory
 
 

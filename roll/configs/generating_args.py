@@ -62,7 +62,9 @@ class GeneratingArguments(ConfigModel):
     include_stop_str_in_output: bool | None = None
     """Keep the text of `stop_strings` that ended a response, as null does; false drops the tokens it is made of."""
 
-    logprobs: Annotated[AtLeastZero | None, NoEffect("samples have the log-probabilities of their own tokens")] = 0
+    logprobs: Annotated[
+        AtLeastZero | None, NoEffect("samples have the log-probabilities of their own tokens")
+    ] = 0
     """Most likely tokens per position whose log-probabilities are returned."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class LoadedConfig:
         if self.ignored:
             sentences.append(f"accepted without effect: {', '.join(self.ignored)}")
         if self.replaced:
-            sentences.append("set from other keys: " + ", ".join(str(item) for item in self.replaced))
+            sentences.append(
+                "set from other keys: " + ", ".join(str(item) for item in self.replaced)
+            )
         return sentences + self.config.cautions()
 
 
@@ -82,7 +84,9 @@ def dump_yaml(config: ConfigModel) -> str:
     try:
         return yaml.safe_dump(escape(plain_values(config)), sort_keys=False, allow_unicode=True)
     except yaml.representer.RepresenterError as error:
-        raise ConfigError(f"the config holds a value that YAML cannot express: {error.args[-1]!r}") from None
+        raise ConfigError(
+            f"the config holds a value that YAML cannot express: {error.args[-1]!r}"
+        ) from None
 
 
 def refuse_unsupported(composition: Composition) -> None:
@@ -92,7 +96,9 @@ def refuse_unsupported(composition: Composition) -> None:
         raise FileError(composition, unsupported)
 
 
-def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn: bool = True) -> LoadedConfig:
+def build_config(
+    composition: Composition, config_cls: type[BaseConfig], *, warn: bool = True
+) -> LoadedConfig:
     """Validate composed values as `config_cls`.
 
     Keys of the top level that `${...}` refers to, or that come from a file of a `defaults` list, are variables of the
@@ -108,7 +114,9 @@ def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn
         config = config_cls.model_validate(values, context={"folder": composition.path.parent})
     except ValidationError as error:
         raise FileError(composition, problems_of(error, config_cls)) from None
-    replaced = tuple(item for item in _replaced(values, plain_values(config), "") if item.key not in ignored)
+    replaced = tuple(
+        item for item in _replaced(values, plain_values(config), "") if item.key not in ignored
+    )
     idle = [f"{key} ({why})" for key, why in config.idle_keys().items()]
     loaded = LoadedConfig(composition.path, config, (*ignored, *idle), replaced)
     if warn:
@@ -119,7 +127,9 @@ def build_config(composition: Composition, config_cls: type[BaseConfig], *, warn
 
 def located(composition: Composition, problems: Iterable[Problem]) -> list[str]:
     """Each problem with file and line, those that say the same once."""
-    return list(dict.fromkeys(f"{composition.locate(problem.key)}: {problem}" for problem in problems))
+    return list(
+        dict.fromkeys(f"{composition.locate(problem.key)}: {problem}" for problem in problems)
+    )
 
 
 def build_in_part(
@@ -170,7 +180,9 @@ def _without_variables(composition: Composition, config_cls: type[BaseConfig]) -
     }
 
 
-def _is_variable(key: str, value: Any, composition: Composition, config_cls: type[BaseConfig]) -> bool:
+def _is_variable(
+    key: str, value: Any, composition: Composition, config_cls: type[BaseConfig]
+) -> bool:
     """Whether a key that is no field was meant to be one of the file's variables rather than misspelt."""
     if key in composition.inherited and isinstance(value, dict):
         return True
@@ -196,13 +208,24 @@ def _sift(value: Any, model: type[ConfigModel], path: str, ignored: list[str]) -
             if is_without_effect(field):
                 ignored.append(dotted)
             kinds = members(field.annotation)
-            if item is None and type(None) not in get_args(field.annotation) and _config_class(kinds[0]):
+            if (
+                item is None
+                and type(None) not in get_args(field.annotation)
+                and _config_class(kinds[0])
+            ):
                 continue  # an empty section: `training_args:` with nothing below it
-            entries = next((mark.model for mark in field.metadata if isinstance(mark, Entries)), None)
-            kept[key] = _sift_field(item, dict[str, entries] if entries else kinds[0], dotted, ignored)
+            entries = next(
+                (mark.model for mark in field.metadata if isinstance(mark, Entries)), None
+            )
+            kept[key] = _sift_field(
+                item, dict[str, entries] if entries else kinds[0], dotted, ignored
+            )
     options = kept.get("strategy_config")
     if model is StrategyArguments and isinstance(options, dict):
-        name, path = str(kept.get("strategy_name", StrategyArguments().strategy_name)), f"{path}strategy_config."
+        name, path = (
+            str(kept.get("strategy_name", StrategyArguments().strategy_name)),
+            f"{path}strategy_config.",
+        )
         if name in OPTIONS:
             kept["strategy_config"] = _sift(options, OPTIONS[name], path, ignored)
         ignored += [f"{path}{key}" for key in options if name == "vllm" and key in VLLM_IGNORED]
@@ -212,11 +235,15 @@ def _sift(value: Any, model: type[ConfigModel], path: str, ignored: list[str]) -
 def _sift_field(item: Any, kind: Any, path: str, ignored: list[str]) -> Any:
     if model := _config_class(kind):
         return _sift(item, model, f"{path}.", ignored)
-    model = _config_class(members(get_args(kind)[-1])[0]) if get_origin(kind) in (dict, list) else None
+    model = (
+        _config_class(members(get_args(kind)[-1])[0]) if get_origin(kind) in (dict, list) else None
+    )
     if model and isinstance(item, dict):
         return {key: _sift(entry, model, f"{path}.{key}.", ignored) for key, entry in item.items()}
     if model and isinstance(item, list):
-        return [_sift(entry, model, f"{path}.{index}.", ignored) for index, entry in enumerate(item)]
+        return [
+            _sift(entry, model, f"{path}.{index}.", ignored) for index, entry in enumerate(item)
+        ]
     return item
 
 
@@ -231,7 +258,9 @@ def _replaced(written: Any, effective: Any, path: str) -> list[Replaced]:
         return [
             item
             for key in shared
-            for item in _replaced(written[key], effective[key], f"{path}.{key}" if path else str(key))
+            for item in _replaced(
+                written[key], effective[key], f"{path}.{key}" if path else str(key)
+            )
         ]
     numbers = isinstance(written, (int, float)) and isinstance(effective, (int, float))
     is_same_kind = numbers or type(written) is type(effective) or effective is None

@@ -53,7 +53,9 @@ class MemoryEstimate:
         return self.states + self.activations
 
     def __str__(self) -> str:
-        elsewhere = f", and {_gib(self.offloaded)} in the machine's memory" if self.offloaded else ""
+        elsewhere = (
+            f", and {_gib(self.offloaded)} in the machine's memory" if self.offloaded else ""
+        )
         return f"about {_gib(self.total)} ({_gib(self.states)} states{elsewhere})"
 
 
@@ -85,7 +87,9 @@ def estimate_memory(config: BaseConfig) -> dict[str, MemoryEstimate]:
     for name, role in config.active_roles().items():
         shape = read_shape(role.model_args.model_name_or_path) if role.holds_model else None
         if shape is not None:
-            found[name] = _estimate(role, shape, config.sequence_length, rows_per_sample=2 if _is_pairs(config) else 1)
+            found[name] = _estimate(
+                role, shape, config.sequence_length, rows_per_sample=2 if _is_pairs(config) else 1
+            )
     return found
 
 
@@ -107,7 +111,9 @@ def memory_verdict(
     errors: list[Problem] = []
     warnings: list[str] = []
 
-    def judge(where: str, names: list[str], states: Bytes, activations: Bytes, limit: int | None) -> None:
+    def judge(
+        where: str, names: list[str], states: Bytes, activations: Bytes, limit: int | None
+    ) -> None:
         is_precomputed = getattr(config, "reference_log_probs", "live") == "precompute"
         if where == ON_GPU and config.is_offload_states:
             together = [[name] for name in names]
@@ -120,8 +126,14 @@ def memory_verdict(
             together = [names]
         for group in filter(None, together):
             # In one process, a role that samples may use the very weights of the one that is trained.
-            shared = "actor_infer" if config.execution_backend == "local" and "actor_train" in group else ""
-            kept, least = (sum(states(name) for name in group if name != left_out) for left_out in ("", shared))
+            shared = (
+                "actor_infer"
+                if config.execution_backend == "local" and "actor_train" in group
+                else ""
+            )
+            kept, least = (
+                sum(states(name) for name in group if name != left_out) for left_out in ("", shared)
+            )
             peak = max(map(activations, group))
             if limit is None or kept + (1 + MARGIN) * peak <= limit:
                 continue
@@ -129,9 +141,16 @@ def memory_verdict(
             if least + (1 - MARGIN) * peak > limit:
                 key = config.key_of(max(group, key=lambda name: estimates[name].total))
                 fix = "use more or larger devices, a smaller micro-batch, fewer bits (dtype) or adapters (lora_target)"
-                errors.append(Problem(key, f"{needs}; even with {MARGIN:.0%} fewer activations it does not fit: {fix}"))
+                errors.append(
+                    Problem(
+                        key,
+                        f"{needs}; even with {MARGIN:.0%} fewer activations it does not fit: {fix}",
+                    )
+                )
             else:
-                warnings.append(f"{needs}; activations may be {MARGIN:.0%} more or fewer, so it may not fit")
+                warnings.append(
+                    f"{needs}; activations may be {MARGIN:.0%} more or fewer, so it may not fit"
+                )
             return
 
     def states_on_gpu(name: str) -> float:
@@ -142,33 +161,47 @@ def memory_verdict(
         return (on_cpu + estimates[name].offloaded) * roles[name].world_size
 
     gpus = {gpu for role in roles.values() for gpu in role.device_mapping or []}
-    crowds = [[name for name, role in roles.items() if gpu in (role.device_mapping or [])] for gpu in gpus]
+    crowds = [
+        [name for name, role in roles.items() if gpu in (role.device_mapping or [])] for gpu in gpus
+    ]
     if crowds:
         fullest = max(crowds, key=lambda names: sum(estimates[name].total for name in names))
         judge(ON_GPU, fullest, states_on_gpu, lambda name: estimates[name].activations, gpu_bytes)
-    on_host = [name for name, role in roles.items() if not role.device_mapping or estimates[name].offloaded]
+    on_host = [
+        name for name, role in roles.items() if not role.device_mapping or estimates[name].offloaded
+    ]
     if config.num_nodes == 1:
         judge(
             "of memory",
             on_host,
             states_on_host,
-            lambda name: 0 if roles[name].device_mapping else estimates[name].activations * roles[name].world_size,
+            lambda name: (
+                0
+                if roles[name].device_mapping
+                else estimates[name].activations * roles[name].world_size
+            ),
             host_bytes,
         )
     return errors, warnings
 
 
-def _estimate(role: WorkerConfig, shape: ModelShape, sequence_length: int, *, rows_per_sample: int) -> MemoryEstimate:
+def _estimate(
+    role: WorkerConfig, shape: ModelShape, sequence_length: int, *, rows_per_sample: int
+) -> MemoryEstimate:
     strategy, width = role.strategy_name or "", BYTES[role.model_args.dtype]
     trains = strategy.endswith("_train")
     shards = role.dp_size if strategy.startswith("fsdp2") else 1
-    zero = role.strategy_config.get("zero_optimization") if strategy.startswith("deepspeed") else None
+    zero = (
+        role.strategy_config.get("zero_optimization") if strategy.startswith("deepspeed") else None
+    )
     zero = zero if isinstance(zero, Mapping) else {}
     if strategy.startswith("deepspeed") and zero.get("stage") == 3:
         shards = role.dp_size
     if not trains:
         tokens = role.infer_batch_size * rows_per_sample * sequence_length
-        activations = tokens * shape.hidden * width * (LAYER_ACTIVATIONS // 2) + _logits(tokens, shape)
+        activations = tokens * shape.hidden * width * (LAYER_ACTIVATIONS // 2) + _logits(
+            tokens, shape
+        )
         return _placed(role, math.ceil(shape.parameters * width / shards), activations, zero)
     if role.model_args.is_lora:
         # Frozen weights; the adapters' own states are a rounding error beside them.
@@ -178,7 +211,9 @@ def _estimate(role: WorkerConfig, shape: ModelShape, sequence_length: int, *, ro
     else:
         # Master weights, gradients and two moments in float32, cut over the ranks, and a layer or two in full.
         ranks = role.dp_size
-        states = math.ceil(16 * shape.parameters / ranks + 2 * width * shape.parameters / shape.layers)
+        states = math.ceil(
+            16 * shape.parameters / ranks + 2 * width * shape.parameters / shape.layers
+        )
     if role.use_dynamic_batching_in_train:
         tokens = role.max_tokens_per_microbatch_in_train
     else:
@@ -191,15 +226,21 @@ def _estimate(role: WorkerConfig, shape: ModelShape, sequence_length: int, *, ro
     return _placed(role, states, activations + _logits(tokens, shape), zero)
 
 
-def _placed(role: WorkerConfig, states: int, activations: int, zero: Mapping[str, object]) -> MemoryEstimate:
+def _placed(
+    role: WorkerConfig, states: int, activations: int, zero: Mapping[str, object]
+) -> MemoryEstimate:
     """The estimate with the states that the strategy keeps in the machine's memory taken off the device."""
     moved = 0.0
     if role.device_mapping:
-        offloads = {part for part in ("offload_optimizer", "offload_param") if _is_on_cpu(zero.get(part))}
+        offloads = {
+            part for part in ("offload_optimizer", "offload_param") if _is_on_cpu(zero.get(part))
+        }
         if role.strategy_config.get("offload_policy"):  # fsdp2
             moved = states
         elif offloads:  # all but the gradients; of parameters alone, those in half precision
-            moved = states * (0.875 if len(offloads) == 2 else 0.75 if "offload_optimizer" in offloads else 0.125)
+            moved = states * (
+                0.875 if len(offloads) == 2 else 0.75 if "offload_optimizer" in offloads else 0.125
+            )
     return MemoryEstimate(states - int(moved), activations, int(moved))
 
 

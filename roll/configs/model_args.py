@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from roll.configs.config_model import LATE, AtLeastOne, ConfigModel, Late, NoEffect, NonNegative, NotBuilt, Number
+from roll.configs.config_model import (
+    LATE,
+    AtLeastOne,
+    ConfigModel,
+    Late,
+    NoEffect,
+    NonNegative,
+    NotBuilt,
+    Number,
+)
 
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _REGEX_SIGNS = frozenset("*$|(")
@@ -84,7 +93,9 @@ class ModelArguments(LoraArguments):
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of the parameters."""
 
-    model_type: Literal["auto_sequence_classification", "auto_token_classification", "trl"] | None = None
+    model_type: (
+        Literal["auto_sequence_classification", "auto_token_classification", "trl"] | None
+    ) = None
     """Head of a value or reward model; null is a language model."""
 
     num_labels: AtLeastOne = 1

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 from roll.exceptions import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 _WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 
@@ -28,13 +35,17 @@ class ModelSource(Protocol):
 def locate_model(name: str | None) -> tuple[str, Path | None]:
     """What `from_pretrained` should be given, and the folder if it is a local one."""
     if not name:
-        raise ConfigError("model_name_or_path is not set: give a local folder or the name of a Hugging Face model")
+        raise ConfigError(
+            "model_name_or_path is not set: give a local folder or the name of a Hugging Face model"
+        )
     path = Path(name).expanduser().absolute()
     if path.is_dir():
         path = model_of_run(path)
         return str(path), path
     if path.is_file():
-        raise ConfigError(f"model_name_or_path: {name} is a file; give the folder that holds config.json and weights")
+        raise ConfigError(
+            f"model_name_or_path: {name} is a file; give the folder that holds config.json and weights"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model_name_or_path: the folder {path} does not exist")
     return name, None
@@ -126,14 +137,23 @@ def saved_tensors(folder: Path) -> dict[str, int]:
                 (length,) = struct.unpack("<Q", stream.read(8))
                 header = json.loads(stream.read(length))
         except (OSError, ValueError, struct.error, OverflowError, MemoryError) as error:
-            raise ConfigError(f"model_name_or_path: {file} is no safetensors file ({error}); copy it again") from None
-        found |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+            raise ConfigError(
+                f"model_name_or_path: {file} is no safetensors file ({error}); copy it again"
+            ) from None
+        found |= {
+            name: math.prod(entry["shape"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
     return found
 
 
 def cached_snapshot(name: str) -> Path | None:
     """The folder of a Hugging Face model in the local cache, as `HF_HUB_OFFLINE=1` would find it."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    home = Path(
+        os.environ.get("HF_HOME")
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    )
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{name.replace('/', '--')}"
     try:

@@ -97,7 +97,14 @@ class TrainInferFilterConfig(ConfigModel):
         for kind in ("ratio", "diff"):
             low, high = getattr(self, f"{kind}_low"), getattr(self, f"{kind}_high")
             if low > high:
-                problems.append(wrong(f"{kind}_low", low, f"at most {kind}_high = {high:g}", "no token would be kept"))
+                problems.append(
+                    wrong(
+                        f"{kind}_low",
+                        low,
+                        f"at most {kind}_high = {high:g}",
+                        "no token would be kept",
+                    )
+                )
         if problems:
             raise ConfigProblems(problems)
         return self

@@ -136,9 +136,9 @@ class BaseConfig(ScheduleConfig):
     resume_from_checkpoint: bool | str = False
     """Folder of a checkpoint to continue from; true takes the newest one."""
 
-    checkpoint_config: Annotated[dict[str, Any], NoEffect("checkpoints stay in the run's folder")] = Field(
-        default_factory=dict
-    )
+    checkpoint_config: Annotated[
+        dict[str, Any], NoEffect("checkpoints stay in the run's folder")
+    ] = Field(default_factory=dict)
     """Where checkpoints are copied to; reaches every role."""
 
     prompt_length: AtLeastOne = 1024
@@ -168,7 +168,9 @@ class BaseConfig(ScheduleConfig):
     is_offload_states: bool = False
     """Keep only the models of roles at work on the GPU, the others in the CPU's memory; vLLM keeps what it has."""
 
-    is_offload_optimizer_states_in_train_step: Annotated[bool, NoEffect("it is for Megatron")] = False
+    is_offload_optimizer_states_in_train_step: Annotated[bool, NoEffect("it is for Megatron")] = (
+        False
+    )
     """Move optimizer states to the CPU's memory during forward and backward passes."""
 
     length_profiler_dir: Annotated[str, _PROFILER] = "./output/profiler"
@@ -192,13 +194,17 @@ class BaseConfig(ScheduleConfig):
     num_gpus_per_node: AtLeastZero = 8
     """GPUs of one machine."""
 
-    model_download_type: Annotated[str | None, NoEffect("models come from a folder or from Hugging Face")] = None
+    model_download_type: Annotated[
+        str | None, NoEffect("models come from a folder or from Hugging Face")
+    ] = None
     """Where ROLL downloads models from."""
 
     rollout_mock: RolloutMockConfig | None = None
     """Record or replay rollouts."""
 
-    transfer_backend: Annotated[TransferBackendArguments | None, NoEffect("batches travel with the calls")] = None
+    transfer_backend: Annotated[
+        TransferBackendArguments | None, NoEffect("batches travel with the calls")
+    ] = None
     """A store for batches between roles."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {}
@@ -228,33 +234,58 @@ class BaseConfig(ScheduleConfig):
         if self.sequence_length is None:
             self.settle(sequence_length=self.prompt_length + (self.response_length or 0))
         elif self.response_length not in (None, self.sequence_length - self.prompt_length):
-            expected = f"sequence_length - prompt_length = {self.sequence_length - self.prompt_length}"
+            expected = (
+                f"sequence_length - prompt_length = {self.sequence_length - self.prompt_length}"
+            )
             raise ConfigProblems(
-                [wrong("response_length", self.response_length, expected, "remove one of the two lengths")]
+                [
+                    wrong(
+                        "response_length",
+                        self.response_length,
+                        expected,
+                        "remove one of the two lengths",
+                    )
+                ]
             )
         given = (self.val_prompt_length is not None, self.val_sequence_length is not None)
         if given == (False, False):
-            self.settle(val_prompt_length=self.prompt_length, val_sequence_length=self.sequence_length)
+            self.settle(
+                val_prompt_length=self.prompt_length, val_sequence_length=self.sequence_length
+            )
         elif given != (True, True):
             missing = "val_sequence_length" if given[0] else "val_prompt_length"
             if not is_without_effect(type(self).model_fields[missing]):
-                raise ConfigProblems([Problem(missing, "missing; the two lengths of the validation are set together")])
+                raise ConfigProblems(
+                    [
+                        Problem(
+                            missing, "missing; the two lengths of the validation are set together"
+                        )
+                    ]
+                )
             self.settle(**{missing: getattr(self, missing.removeprefix("val_"))})
 
     def _settle_roles(self) -> None:
         """Give every role its name and what it inherits from the pipeline."""
         for name, role in self.all_roles().items():
-            training_args = role.training_args.model_copy(update={"seed": self.seed, "output_dir": self.output_dir})
+            training_args = role.training_args.model_copy(
+                update={"seed": self.seed, "output_dir": self.output_dir}
+            )
             values: dict[str, Any] = {"name": name, "training_args": training_args}
             if name in self.default_worker_cls:
                 values["system_envs"] = {**self.system_envs, **role.system_envs}
                 values["worker_cls"] = role.worker_cls or self.default_worker_cls[name]
                 model = role.model_args.model_name_or_path or self.default_model(name)
-                values["model_args"] = role.model_args.model_copy(update={"model_name_or_path": model})
+                values["model_args"] = role.model_args.model_copy(
+                    update={"model_name_or_path": model}
+                )
             self._change_role(name, **values)
-        devices = [device for role in self.all_roles().values() for device in role.device_mapping or []]
+        devices = [
+            device for role in self.all_roles().values() for device in role.device_mapping or []
+        ]
         if devices and self.num_gpus_per_node:
-            self.settle(num_nodes=max(self.num_nodes, -(-(max(devices) + 1) // self.num_gpus_per_node)))
+            self.settle(
+                num_nodes=max(self.num_nodes, -(-(max(devices) + 1) // self.num_gpus_per_node))
+            )
 
     def _problems(self) -> list[Problem]:
         """Values that do not fit together."""
@@ -263,8 +294,18 @@ class BaseConfig(ScheduleConfig):
             role = self.all_roles().get(name)
             if role is not None and role.holds_model and role.strategy_name not in strategies:
                 expected = "one of " + ", ".join(strategies)
-                problems.append(wrong(f"{self.key_of(name)}.strategy_args.strategy_name", role.strategy_name, expected))
-        several = [name for name, role in self.active_roles().items() if role.holds_model and role.world_size > 1]
+                problems.append(
+                    wrong(
+                        f"{self.key_of(name)}.strategy_args.strategy_name",
+                        role.strategy_name,
+                        expected,
+                    )
+                )
+        several = [
+            name
+            for name, role in self.active_roles().items()
+            if role.holds_model and role.world_size > 1
+        ]
         if self.backend == "local" and several:
             sizes = ", ".join(f"{name} has {self.all_roles()[name].world_size}" for name in several)
             expected = f'"ray" or "auto", because roles with a model have several workers ({sizes})'
@@ -274,8 +315,12 @@ class BaseConfig(ScheduleConfig):
             problems += plan.schedule_problems(role_key)
             budget = plan.role.max_tokens_per_microbatch_in_train
             if plan.role.use_dynamic_batching_in_train and budget < self.sequence_length:
-                expected = f"at least sequence_length = {self.sequence_length}, or one row may not fit"
-                problems.append(wrong(f"{role_key}.max_tokens_per_microbatch_in_train", budget, expected))
+                expected = (
+                    f"at least sequence_length = {self.sequence_length}, or one row may not fit"
+                )
+                problems.append(
+                    wrong(f"{role_key}.max_tokens_per_microbatch_in_train", budget, expected)
+                )
         return problems
 
     def cautions(self) -> list[str]:
@@ -285,7 +330,9 @@ class BaseConfig(ScheduleConfig):
     def _settle_schedules(self) -> None:
         """A learning-rate schedule is as long as the run has optimizer steps."""
         for name, plan in self.batch_plans().items():
-            training_args = plan.role.training_args.model_copy(update={"max_steps": plan.total_optimizer_steps})
+            training_args = plan.role.training_args.model_copy(
+                update={"max_steps": plan.total_optimizer_steps}
+            )
             self._change_role(name, training_args=training_args)
 
     def _change_role(self, role_name: str, /, **values: Any) -> None:
@@ -329,14 +376,24 @@ class BaseConfig(ScheduleConfig):
             if role is not None and not role.holds_model:
                 missing = f"missing; {name} needs a strategy: strategy_name: {strategies[0]} runs anywhere"
                 problems.append(Problem(f"{self.key_of(name)}.strategy_args", missing))
-            elif role is not None and role.model_args.model_name_or_path is None and name in self.default_worker_cls:
+            elif (
+                role is not None
+                and role.model_args.model_name_or_path is None
+                and name in self.default_worker_cls
+            ):
                 without_model.append(name)
             elif role is not None and role.model_args.model_name_or_path is None:
                 key = f"{self.key_of(name)}.model_args.model_name_or_path"
-                problems.append(Problem(key, "missing; a folder or a Hugging Face name of the model"))
+                problems.append(
+                    Problem(key, "missing; a folder or a Hugging Face name of the model")
+                )
         if without_model:
             roles = ", ".join(without_model)
-            problems.append(Problem("pretrain", f"missing; a folder or a Hugging Face name of the model for {roles}"))
+            problems.append(
+                Problem(
+                    "pretrain", f"missing; a folder or a Hugging Face name of the model for {roles}"
+                )
+            )
         return problems
 
     def idle_keys(self) -> dict[str, str]:
@@ -345,14 +402,19 @@ class BaseConfig(ScheduleConfig):
         trackers = [self.track_with] if isinstance(self.track_with, str) else self.track_with
         if self.tracker_kwargs and set(trackers) <= {"stdout", "jsonl", "none"}:
             idle["tracker_kwargs"] = "no tracker of track_with takes options"
-        is_derived = "sequence_length" not in self.model_fields_set or "response_length" in self.model_fields_set
+        is_derived = (
+            "sequence_length" not in self.model_fields_set
+            or "response_length" in self.model_fields_set
+        )
         if self._is_written("prompt_length") and not is_derived:
             idle["prompt_length"] = "sequence_length is the limit"
         for name, role in self.all_roles().items():
             for phase in ("train", "infer"):
                 budget = f"max_tokens_per_microbatch_in_{phase}"
                 if getattr(role, budget) and not getattr(role, f"use_dynamic_batching_in_{phase}"):
-                    idle[f"{self.key_of(name)}.{budget}"] = f"use_dynamic_batching_in_{phase} is off"
+                    idle[f"{self.key_of(name)}.{budget}"] = (
+                        f"use_dynamic_batching_in_{phase} is off"
+                    )
         return idle
 
     def _is_written(self, key: str) -> bool:
@@ -363,7 +425,9 @@ class BaseConfig(ScheduleConfig):
     @property
     def execution_backend(self) -> Literal["local", "ray"]:
         """Where workers run, decided: Ray if asked for, or if a role with a model has more than one worker."""
-        several = any(role.holds_model and role.world_size > 1 for role in self.active_roles().values())
+        several = any(
+            role.holds_model and role.world_size > 1 for role in self.active_roles().values()
+        )
         return "ray" if self.backend == "ray" or several else "local"
 
     def with_max_steps(self, max_steps: int) -> Self:

@@ -9,7 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from roll.configs.batch_plan import BatchPlan
-from roll.configs.config_model import UNUSED_IN_ROLL, AtLeastOne, AtLeastZero, Fraction, NonNegative, Number, Positive
+from roll.configs.config_model import (
+    UNUSED_IN_ROLL,
+    AtLeastOne,
+    AtLeastZero,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+)
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.option_groups import TrainInferCorrectionConfig
 from roll.configs.pipeline_config import BaseConfig
@@ -35,7 +43,11 @@ ESTIMATOR_NORMS: dict[str, tuple[str, str | None]] = {
 class PPOConfig(BaseConfig):
     """A pipeline that generates, scores and learns from the scores: roles, rewards, advantages and losses."""
 
-    ignored_keys: ClassVar[frozenset[str]] = BaseConfig.ignored_keys | {"reward_norm", "reward_shift", "reward_scale"}
+    ignored_keys: ClassVar[frozenset[str]] = BaseConfig.ignored_keys | {
+        "reward_norm",
+        "reward_shift",
+        "reward_scale",
+    }
 
     # roles
 
@@ -112,9 +124,9 @@ class PPOConfig(BaseConfig):
     entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
 
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "seq-mean-token-mean"
-    )
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "seq-mean-token-mean"
     """How token losses become one number; all counts are those of the whole optimizer step."""
 
     loss_norm_factor: Positive | None = None
@@ -203,7 +215,9 @@ class PPOConfig(BaseConfig):
     log_probs_at_sampling_temperature: bool = True
     """Divide the logits by the sampling temperature in training too, so that both speak of one distribution."""
 
-    train_infer_correction: TrainInferCorrectionConfig = Field(default_factory=TrainInferCorrectionConfig)
+    train_infer_correction: TrainInferCorrectionConfig = Field(
+        default_factory=TrainInferCorrectionConfig
+    )
     """What is done about the difference between sampling and training."""
 
     first_ratio_tolerance: NonNegative | None = None
@@ -252,9 +266,15 @@ class PPOConfig(BaseConfig):
             return True
         if self.force_disable_old_logprobs_recompute:
             return False
-        rows_per_rank = self.rollout_batch_size * self.samples_per_prompt // self.actor_train.dp_size
+        rows_per_rank = (
+            self.rollout_batch_size * self.samples_per_prompt // self.actor_train.dp_size
+        )
         several_steps = rows_per_rank // self.actor_train.rows_per_optimizer_step > 1
-        needed = self.adv_estimator in ("step_reinforce", "gigpo") or several_steps or self.init_kl_coef > 0
+        needed = (
+            self.adv_estimator in ("step_reinforce", "gigpo")
+            or several_steps
+            or self.init_kl_coef > 0
+        )
         # With async_pipeline the policy that samples is not the one that is trained, so the loss needs both.
         return needed or self.async_pipeline or self.enable_old_logprobs_recompute
 
@@ -284,7 +304,9 @@ class PPOConfig(BaseConfig):
         written = {"norm_mean_type": self.norm_mean_type, "norm_std_type": self.norm_std_type}
         return [] if norms is None else self._overridden_norms(written, norms)
 
-    def _overridden_norms(self, written: Mapping[str, str | None], norms: tuple[str, str | None]) -> list[str]:
+    def _overridden_norms(
+        self, written: Mapping[str, str | None], norms: tuple[str, str | None]
+    ) -> list[str]:
         """One sentence about the keys that ask for another normalisation of rewards than the estimator's own."""
         pairs = zip(written.items(), norms, strict=True)
         keys = [f"{key}: {value}" for (key, value), norm in pairs if value not in (None, norm)]
@@ -296,8 +318,14 @@ class PPOConfig(BaseConfig):
         """A ratio that tokens share passes on the mean of their advantages, which is news where they differ."""
         key = "ratio_type" if "ratio_type" in type(self).model_fields else "importance_sampling"
         scope = getattr(self, key, "token")
-        by_turn = scope == "segment" and self.adv_estimator == "agentic_reinforce"  # one advantage for each turn
-        if scope not in ("seq", "segment") or by_turn or self.actor_train.pg_variant not in (None, "ppo"):
+        by_turn = (
+            scope == "segment" and self.adv_estimator == "agentic_reinforce"
+        )  # one advantage for each turn
+        if (
+            scope not in ("seq", "segment")
+            or by_turn
+            or self.actor_train.pg_variant not in (None, "ppo")
+        ):
             return []
         differ = {
             "adv_estimator: gae": self.adv_estimator == "gae",
@@ -330,7 +358,11 @@ class PPOConfig(BaseConfig):
         if self.adv_estimator != "gae":
             unused.add("critic")
         used = ("actor_train", "reference", "critic") if self.is_replay else self.all_roles()
-        return {name: role for name, role in self.all_roles().items() if name in used and name not in unused}
+        return {
+            name: role
+            for name, role in self.all_roles().items()
+            if name in used and name not in unused
+        }
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -342,7 +374,10 @@ class PPOConfig(BaseConfig):
 
     def batch_plans(self) -> dict[str, BatchPlan]:
         plans: dict[str, BatchPlan] = {}
-        for name, epochs, idle in (("actor_train", self.ppo_epochs, self.critic_warmup), ("critic", 1, 0)):
+        for name, epochs, idle in (
+            ("actor_train", self.ppo_epochs, self.critic_warmup),
+            ("critic", 1, 0),
+        ):
             role = self.active_roles().get(name)
             if role is not None and role.holds_model:
                 plans[name] = BatchPlan(
@@ -370,7 +405,11 @@ class PPOConfig(BaseConfig):
             "value_clip": ("adv_estimator is not gae", self.adv_estimator == "gae"),
             "critic_warmup": ("adv_estimator is not gae", self.adv_estimator == "gae"),
         }
-        idle |= {key: why for key, (why, is_on) in switches.items() if self._is_written(key) and not is_on}
+        idle |= {
+            key: why
+            for key, (why, is_on) in switches.items()
+            if self._is_written(key) and not is_on
+        }
         variant = self.actor_train.pg_variant or "ppo"
         for key in self.actor_train.model_fields_set:
             of_variant = key.partition("_")[0] in ("topr", "tis", "cispo", "kimi15")
@@ -382,7 +421,9 @@ class PPOConfig(BaseConfig):
     @property
     def execution_backend(self) -> Literal["local", "ray"]:
         """Where workers run, decided: also on Ray where generation goes on while the policy is trained."""
-        return "ray" if self.async_pipeline and self.backend == "auto" else super().execution_backend
+        return (
+            "ray" if self.async_pipeline and self.backend == "auto" else super().execution_backend
+        )
 
     @property
     def samples_per_prompt(self) -> int:
@@ -409,7 +450,14 @@ class PPOConfig(BaseConfig):
     @property
     def advantage_settings(self) -> dict[str, Any]:
         """What the estimator of advantages is told, under the names of `compute_advantage`'s arguments."""
-        names = ("gamma", "lambd", "adv_estimator", "advantage_clip", "whiten_advantages", "whiten_rewards")
+        names = (
+            "gamma",
+            "lambd",
+            "adv_estimator",
+            "advantage_clip",
+            "whiten_advantages",
+            "whiten_rewards",
+        )
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -447,12 +495,20 @@ class PPOConfig(BaseConfig):
     @property
     def is_replay(self) -> bool:
         """Whether rollouts come from a dump, so that nothing generates and nothing is scored."""
-        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "mock"
+        return (
+            self.rollout_mock is not None
+            and self.rollout_mock.enable
+            and self.rollout_mock.mode == "mock"
+        )
 
     @property
     def is_dump(self) -> bool:
         """Whether rollouts are dumped."""
-        return self.rollout_mock is not None and self.rollout_mock.enable and self.rollout_mock.mode == "dump"
+        return (
+            self.rollout_mock is not None
+            and self.rollout_mock.enable
+            and self.rollout_mock.mode == "dump"
+        )
 
     @property
     def reference_configs(self) -> dict[str, WorkerConfig]:
@@ -462,5 +518,8 @@ class PPOConfig(BaseConfig):
     def is_actor_infer_colocated(self) -> bool:
         """Whether `actor_infer` shares GPUs with training, reference or critic."""
         return is_actor_infer_overlapping_with_any_cluster(
-            self.actor_infer, actor_train=self.actor_train, reference=self.reference, critic=self.critic
+            self.actor_infer,
+            actor_train=self.actor_train,
+            reference=self.reference,
+            critic=self.critic,
         )

@@ -104,7 +104,9 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
             found += [problem.under(key) for problem in cause.problems]
         else:
             alternatives.setdefault(key, []).append(_problem_of(detail, key, path, owner))
-    return found + [problem for problems in alternatives.values() for problem in _merge_alternatives(problems)]
+    return found + [
+        problem for problems in alternatives.values() for problem in _merge_alternatives(problems)
+    ]
 
 
 def _problem_of(detail: ErrorDetails, key: str, path: list[str], owner: type[BaseModel]) -> Problem:
@@ -114,7 +116,9 @@ def _problem_of(detail: ErrorDetails, key: str, path: list[str], owner: type[Bas
     if kind == "literal_error":
         choices = _choices(context["expected"])
         guess = did_you_mean(found, choices) if isinstance(found, str) else ""
-        return wrong(key, found, "one of " + ", ".join(choices), guess or _default_hint(owner, path))
+        return wrong(
+            key, found, "one of " + ", ".join(choices), guess or _default_hint(owner, path)
+        )
     if kind in BOUNDS:
         limit = next(iter(context.values()))
         return wrong(key, found, f"a number {BOUNDS[kind]} {limit:g}", _default_hint(owner, path))
@@ -161,7 +165,9 @@ def _default_hint(owner: type[BaseModel], path: list[str]) -> str:
     return f"the default is {default}"
 
 
-def _resolve(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
+def _resolve(
+    model: type[BaseModel], loc: tuple[int | str, ...]
+) -> tuple[list[str], type[BaseModel]]:
     """The dotted path that a person would write for pydantic's `loc`, and the class that holds its last key.
 
     `loc` also names the alternatives of unions ("str", "list[str]"), which are no part of any file; walking along the
@@ -169,11 +175,15 @@ def _resolve(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[s
     """
     path: list[str] = []
     owner = model
-    inside: list[Any] = [model]  # the types whose keys come next; several of them: `part` first says which
+    inside: list[Any] = [
+        model
+    ]  # the types whose keys come next; several of them: `part` first says which
     for part in loc:
         if len(inside) > 1:
             inside = [
-                member for member in inside if str(part).split("[")[0] == getattr(get_origin(member), "__name__", "")
+                member
+                for member in inside
+                if str(part).split("[")[0] == getattr(get_origin(member), "__name__", "")
             ]
             continue
         here = inside[0] if inside else None
@@ -194,5 +204,10 @@ def members(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [part for member in get_args(annotation) if member is not type(None) for part in members(member)]
+        return [
+            part
+            for member in get_args(annotation)
+            if member is not type(None)
+            for part in members(member)
+        ]
     return [annotation]

@@ -48,7 +48,9 @@ class CheckReport:
             "pipeline": self.pipeline,
             "backend": config.execution_backend,
             "plans": {name: _numbers(plan) for name, plan in config.batch_plans().items()},
-            "memory": {name: {**asdict(item), "total": item.total} for name, item in self.memory.items()},
+            "memory": {
+                name: {**asdict(item), "total": item.total} for name, item in self.memory.items()
+            },
             "ignored": list(self.loaded.ignored),
             "replaced": [asdict(item) for item in self.loaded.replaced],
             "notes": self.remarks,
@@ -69,7 +71,15 @@ def check_report(
     cells = [_cells(plan, _UNITS[pipeline]) for plan in plans.values()]
     labels = list(cells[0]) if cells else []
     rows = [(label, [column[label] for column in cells]) for label in labels]
-    return CheckReport(loaded, pipeline, list(plans), rows, memory or {}, list(warnings), [*_remarks(config), *notes])
+    return CheckReport(
+        loaded,
+        pipeline,
+        list(plans),
+        rows,
+        memory or {},
+        list(warnings),
+        [*_remarks(config), *notes],
+    )
 
 
 def _numbers(plan: BatchPlan) -> dict[str, Any]:
@@ -96,7 +106,11 @@ def _cells(plan: BatchPlan, unit: str) -> dict[str, str]:
         """A count of rows, or of what follows from it: a range if rows are turns."""
         if not plan.rows_are_turns:
             return f"{value:,}"
-        return f"at least {value:,}" if plan.max_turns is None else f"{value:,} to {value * plan.max_turns:,}"
+        return (
+            f"at least {value:,}"
+            if plan.max_turns is None
+            else f"{value:,} to {value * plan.max_turns:,}"
+        )
 
     tokens = plan.tokens_per_step * (plan.max_turns or 1 if plan.rows_are_turns else 1)
     cells = {f"{unit} per step": f"{plan.prompts:,}"}
@@ -115,7 +129,9 @@ def _cells(plan: BatchPlan, unit: str) -> dict[str, str]:
     cells |= {
         "optimizer steps per batch": count(plan.optimizer_steps_per_batch),
         "optimizer steps in all": count(plan.total_optimizer_steps),
-        "tokens per step, at most": "unknown" if plan.rows_are_turns and not plan.max_turns else f"{tokens:,}",
+        "tokens per step, at most": "unknown"
+        if plan.rows_are_turns and not plan.max_turns
+        else f"{tokens:,}",
     }
     rates = zip(("first", "middle", "last"), plan.learning_rates(), strict=True)
     return cells | {f"learning rate, {when} step": f"{rate:.3g}" for when, rate in rates}
@@ -126,11 +142,17 @@ def _remarks(config: BaseConfig) -> list[str]:
     for name, plan in config.batch_plans().items():
         args, total = plan.role.training_args, plan.total_optimizer_steps
         if args.lr_scheduler_type == "constant" and (args.warmup_steps or args.warmup_ratio):
-            remarks.append(f"{name}: the constant schedule has no warm-up; constant_with_warmup has one")
+            remarks.append(
+                f"{name}: the constant schedule has no warm-up; constant_with_warmup has one"
+            )
         elif args.get_warmup_steps(total) >= total:
-            remarks.append(f"{name}: the warm-up takes {args.get_warmup_steps(total)} of {total} optimizer steps")
+            remarks.append(
+                f"{name}: the warm-up takes {args.get_warmup_steps(total)} of {total} optimizer steps"
+            )
         if plan.rows_are_turns:
-            remarks.append(f"{name}: every turn is a row; the learning rates are those of the fewest optimizer steps")
+            remarks.append(
+                f"{name}: every turn is a row; the learning rates are those of the fewest optimizer steps"
+            )
     active = config.active_roles()
     for name, role in config.all_roles().items():
         if role.holds_model and name not in active:
@@ -142,5 +164,7 @@ def _remarks(config: BaseConfig) -> list[str]:
             )
     estimator = getattr(config, "adv_estimator", None)
     if estimator in ESTIMATOR_NORMS and getattr(config, "num_return_sequences_in_group", 2) == 1:
-        remarks.append(f"{estimator} compares the samples of a prompt, and there is one: every advantage will be 0")
+        remarks.append(
+            f"{estimator} compares the samples of a prompt, and there is one: every advantage will be 0"
+        )
     return remarks

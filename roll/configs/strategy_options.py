@@ -11,7 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ValidationError
 
-from roll.configs.config_model import AtLeastOne, ConfigModel, NoEffect, NonNegative, NotBuilt, Whole
+from roll.configs.config_model import (
+    AtLeastOne,
+    ConfigModel,
+    NoEffect,
+    NonNegative,
+    NotBuilt,
+    Whole,
+)
 from roll.configs.problems import Problem, problems_of
 
 # Options of Megatron that ROLL's files keep when they move to another strategy.
@@ -56,7 +63,9 @@ VLLM_SET_ELSEWHERE: Mapping[str, str] = {
     "worker_cls": "nothing",
     "worker_extension_cls": "nothing",
 }
-VLLM_IGNORED = frozenset({"sleep_level", "linear_logits"})  # keys of ROLL and of the other strategies
+VLLM_IGNORED = frozenset(
+    {"sleep_level", "linear_logits"}
+)  # keys of ROLL and of the other strategies
 
 _TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -121,7 +130,9 @@ class Fsdp2Options(InferOptions):
     fsdp_size: Whole | None = None
     """Ranks that share one copy of the weights: all of them; null, 1 or less, and the number of ranks say so."""
 
-    compile: Annotated[bool, NotBuilt("compiled layers with fsdp2; hf_train and hf_infer have them", False)] = False
+    compile: Annotated[
+        bool, NotBuilt("compiled layers with fsdp2; hf_train and hf_infer have them", False)
+    ] = False
     """Compiled layers."""
 
     ep_size: Annotated[AtLeastOne, NotBuilt("expert parallelism", 1)] = 1
@@ -150,15 +161,19 @@ class Fsdp2Options(InferOptions):
     moe_use_grouped_mm: Annotated[bool, _EXPERTS] = False
     """One matrix product for all experts."""
 
-    use_batched_model_update: Annotated[bool, NoEffect("weights travel in buckets of model_update_buffer_size_mb")] = (
-        True
-    )
+    use_batched_model_update: Annotated[
+        bool, NoEffect("weights travel in buckets of model_update_buffer_size_mb")
+    ] = True
     """Gather several weights at once when they are sent."""
 
-    async_save_ckpt: Annotated[bool, NoEffect("a checkpoint is complete before the next step")] = True
+    async_save_ckpt: Annotated[bool, NoEffect("a checkpoint is complete before the next step")] = (
+        True
+    )
     """Write checkpoints while training goes on."""
 
-    save_only_model: Annotated[bool, NoEffect("checkpoints hold the state of training, to resume from")] = False
+    save_only_model: Annotated[
+        bool, NoEffect("checkpoints hold the state of training, to resume from")
+    ] = False
     """Leave the optimizer out of checkpoints."""
 
 
@@ -214,8 +229,12 @@ def options_of(strategy_name: str, strategy_config: Mapping[str, Any]) -> InferO
 def option_problems(strategy_name: str, strategy_config: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with a `strategy_config`, as far as that can be known without the strategy's library."""
     if strategy_name == "vllm":
-        sources = {key: VLLM_SET_ELSEWHERE[key] for key in strategy_config if key in VLLM_SET_ELSEWHERE}
-        return [Problem(key, f"it follows from {source}; remove it") for key, source in sources.items()]
+        sources = {
+            key: VLLM_SET_ELSEWHERE[key] for key in strategy_config if key in VLLM_SET_ELSEWHERE
+        }
+        return [
+            Problem(key, f"it follows from {source}; remove it") for key, source in sources.items()
+        ]
     try:
         _own_class(strategy_name).model_validate(_own_part(strategy_name, strategy_config))
     except ValidationError as error:
@@ -229,4 +248,8 @@ def _own_class(strategy_name: str) -> type[InferOptions]:
 
 def _own_part(strategy_name: str, strategy_config: Mapping[str, Any]) -> dict[str, Any]:
     known = {} if strategy_name == "vllm" else _own_class(strategy_name).model_fields
-    return {key: value for key, value in strategy_config.items() if key in known or not passes_through(strategy_name)}
+    return {
+        key: value
+        for key, value in strategy_config.items()
+        if key in known or not passes_through(strategy_name)
+    }

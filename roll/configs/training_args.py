@@ -20,7 +20,13 @@ from roll.configs.config_model import (
 from roll.configs.problems import ConfigProblems, wrong
 
 Scheduler = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
 ]
 POLYNOMIAL_END = 1e-7  # transformers' lr_end
 Beta = Annotated[Number, Field(ge=0, lt=1)]
@@ -65,7 +71,9 @@ class TrainingArguments(ConfigModel):
     data_seed: Whole | None = None
     """Seed of the data order; null uses `seed`."""
 
-    dataloader_num_workers: Annotated[AtLeastZero, NoEffect("data is tokenized before training")] = 0
+    dataloader_num_workers: Annotated[
+        AtLeastZero, NoEffect("data is tokenized before training")
+    ] = 0
     """Processes that prepare batches."""
 
     fp16: bool = False

@@ -31,7 +31,9 @@ _KEYS_BY_REASON = {
         "video_max_pixels video_min_pixels video_maxlen audio_folder audio_sampling_rate"
     ),
 }
-UNSUPPORTED_KEYS: Mapping[str, str] = {key: reason for reason, keys in _KEYS_BY_REASON.items() for key in keys.split()}
+UNSUPPORTED_KEYS: Mapping[str, str] = {
+    key: reason for reason, keys in _KEYS_BY_REASON.items() for key in keys.split()
+}
 
 # Strategy names of ROLL that do not exist here, and the ones that come nearest.
 UNSUPPORTED_STRATEGIES: Mapping[str, str] = {
@@ -75,7 +77,9 @@ UNSUPPORTED_CLASSES: Mapping[str, str] = {
 }
 
 # The last part of a model's name, of a template or of an environment manager that is made for images.
-_VISION_NAME = re.compile(r"(^|[-_.])(vl|vlm|omni)([-_.]|$)|internvl|llava|pixtral|idefics|paligemma", re.IGNORECASE)
+_VISION_NAME = re.compile(
+    r"(^|[-_.])(vl|vlm|omni)([-_.]|$)|internvl|llava|pixtral|idefics|paligemma", re.IGNORECASE
+)
 
 
 # Keys of pipelines that do not exist here: nothing else of such a file can be judged.
@@ -87,7 +91,9 @@ def unsupported_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     Strategy names are not looked at: `StrategyArguments` refuses them, in files and in Python alike.
     """
-    found = [(key, UNSUPPORTED_KEYS[key]) for key in raw if key in UNSUPPORTED_KEYS] or _vision_parts(raw)
+    found = [
+        (key, UNSUPPORTED_KEYS[key]) for key in raw if key in UNSUPPORTED_KEYS
+    ] or _vision_parts(raw)
     for key, value in _strings(raw, ""):
         if key.endswith(".worker_cls") and value in UNSUPPORTED_CLASSES:
             found.append((key, UNSUPPORTED_CLASSES[value]))
@@ -100,7 +106,9 @@ def _vision_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     others: dict[str, str] = {}
     for key, value in _strings(raw, ""):
         name = key.rpartition(".")[2]
-        if name in ("pretrain", "reward_pretrain", "model_name_or_path") and _is_vision_model(value):
+        if name in ("pretrain", "reward_pretrain", "model_name_or_path") and _is_vision_model(
+            value
+        ):
             models.setdefault(value, key)
         elif name == "template" and _VISION_NAME.search(value):
             others.setdefault(f'template "{value}"', key)

@@ -22,7 +22,14 @@ from roll.configs.data_args import DataArguments
 from roll.configs.device_mapping import parse_device_mapping
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.model_args import ModelArguments
-from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, show, wrong
+from roll.configs.problems import (
+    ConfigProblems,
+    Problem,
+    did_you_mean,
+    nearest_multiples,
+    show,
+    wrong,
+)
 from roll.configs.strategy_options import Fsdp2Options, option_problems, options_of
 from roll.configs.training_args import TrainingArguments
 from roll.configs.unsupported import UNSUPPORTED_STRATEGIES
@@ -63,7 +70,12 @@ class StrategyArguments(ConfigModel):
         if name in UNSUPPORTED_STRATEGIES:
             nearest = UNSUPPORTED_STRATEGIES[name]
             raise ConfigProblems(
-                [Problem("", f'the strategy "{name}" is not supported; the nearest one is "{nearest}"')]
+                [
+                    Problem(
+                        "",
+                        f'the strategy "{name}" is not supported; the nearest one is "{nearest}"',
+                    )
+                ]
             )
         if name not in STRATEGIES:
             guess = did_you_mean(name, STRATEGIES)
@@ -210,16 +222,22 @@ class WorkerConfig(ConfigModel):
     use_sequence_packing: Annotated[bool, _MEGATRON] = False
     """Put several sequences in one row."""
 
-    sequence_packing_args: Annotated[SequencePackingConfig, _MEGATRON] = Field(default_factory=SequencePackingConfig)
+    sequence_packing_args: Annotated[SequencePackingConfig, _MEGATRON] = Field(
+        default_factory=SequencePackingConfig
+    )
     """How sequences are packed."""
 
     logits_in_fp32: Annotated[bool, _MEGATRON] = False
     """Make logits float32; here log-probabilities are always computed in float32."""
 
-    router_replay: Annotated[RouterReplayConfig, _MEGATRON] = Field(default_factory=RouterReplayConfig)
+    router_replay: Annotated[RouterReplayConfig, _MEGATRON] = Field(
+        default_factory=RouterReplayConfig
+    )
     """Replay of expert routing."""
 
-    apply_loss_scale: Annotated[bool, NoEffect("gradients are sums over global counts, so nothing is rescaled")] = True
+    apply_loss_scale: Annotated[
+        bool, NoEffect("gradients are sums over global counts, so nothing is rescaled")
+    ] = True
     """Undo the mean over micro-batches and ranks that a backend takes."""
 
     mtp_training_mode: Annotated[Literal["disabled"], _MEGATRON] = "disabled"
@@ -228,7 +246,9 @@ class WorkerConfig(ConfigModel):
     tag_included: Annotated[list[str], UNUSED_IN_ROLL] = Field(default_factory=list)
     """Tags of the rows that this role judges; rewards use it."""
 
-    checkpoint_config: Annotated[dict[str, Any] | None, NoEffect("checkpoints stay in the run's folder")] = None
+    checkpoint_config: Annotated[
+        dict[str, Any] | None, NoEffect("checkpoints stay in the run's folder")
+    ] = None
     """Where checkpoints go; copied from the pipeline."""
 
     @field_validator("device_mapping", mode="before")
@@ -245,14 +265,22 @@ class WorkerConfig(ConfigModel):
     @classmethod
     def _class_or_path(cls, value: Any) -> Any:
         if isinstance(value, str) and not _DOTTED_PATH.fullmatch(value):
-            raise ConfigProblems([wrong("", value, "a class or its dotted path such as package.module.ClassName")])
+            raise ConfigProblems(
+                [wrong("", value, "a class or its dotted path such as package.module.ClassName")]
+            )
         if value is not None and not isinstance(value, str) and not callable(value):
-            raise ConfigProblems([wrong("", value, "a class or its dotted path such as package.module.ClassName")])
+            raise ConfigProblems(
+                [wrong("", value, "a class or its dotted path such as package.module.ClassName")]
+            )
         return value
 
     @field_serializer("worker_cls")
     def _path_of_class(self, value: Any) -> str | None:
-        return value if value is None or isinstance(value, str) else f"{value.__module__}.{value.__qualname__}"
+        return (
+            value
+            if value is None or isinstance(value, str)
+            else f"{value.__module__}.{value.__qualname__}"
+        )
 
     @model_validator(mode="after")
     def _settle_workers(self) -> WorkerConfig:
@@ -278,7 +306,9 @@ class WorkerConfig(ConfigModel):
         if self.device_mapping is None:
             return 0
         if self.strategy_name == "vllm":
-            return self._parallel_size("tensor_parallel_size") * self._parallel_size("pipeline_parallel_size")
+            return self._parallel_size("tensor_parallel_size") * self._parallel_size(
+                "pipeline_parallel_size"
+            )
         if self.holds_model and self.strategy_name != "hf_infer":
             return 1
         return max(self.num_gpus_per_worker, 1)
@@ -297,7 +327,9 @@ class WorkerConfig(ConfigModel):
             return []
         low, high = nearest_multiples(len(self.device_mapping), self.num_gpus_per_worker)
         expected = f"a multiple of the {self.num_gpus_per_worker} GPUs of one worker"
-        return [wrong("device_mapping", self.device_mapping, expected, f"name {low} or {high} GPUs")]
+        return [
+            wrong("device_mapping", self.device_mapping, expected, f"name {low} or {high} GPUs")
+        ]
 
     def _batching_problems(self) -> list[Problem]:
         problems = []
@@ -308,7 +340,12 @@ class WorkerConfig(ConfigModel):
             if getattr(self, f"use_dynamic_batching_in_{phase}") and not budget:
                 expected = f"a number of tokens, because use_dynamic_batching_in_{phase} is on"
                 problems.append(
-                    wrong(f"max_tokens_per_microbatch_in_{phase}", budget, expected, "twice sequence_length is a start")
+                    wrong(
+                        f"max_tokens_per_microbatch_in_{phase}",
+                        budget,
+                        expected,
+                        "twice sequence_length is a start",
+                    )
                 )
         return problems
 
@@ -316,7 +353,9 @@ class WorkerConfig(ConfigModel):
         """What the role's strategy refuses before it loads a model, although the config is a valid one."""
         problems = []
         sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        if self.strategy_name == "vllm" and any(self._parallel_size(option) > 1 for option in sizes):
+        if self.strategy_name == "vllm" and any(
+            self._parallel_size(option) > 1 for option in sizes
+        ):
             why = (
                 "a vLLM engine of this strategy runs on one device; set tensor_parallel_size and "
                 "pipeline_parallel_size to 1 and use more workers (world_size or device_mapping)"
@@ -351,7 +390,10 @@ class WorkerConfig(ConfigModel):
     @property
     def rows_per_optimizer_step(self) -> int:
         """Rows (pairs for DPO) that one rank contributes to one optimizer step."""
-        return self.training_args.per_device_train_batch_size * self.training_args.gradient_accumulation_steps
+        return (
+            self.training_args.per_device_train_batch_size
+            * self.training_args.gradient_accumulation_steps
+        )
 
 
 def is_actor_infer_overlapping_with_any_cluster(

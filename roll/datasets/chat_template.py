@@ -69,7 +69,9 @@ def register_chat_template(
 
     def register(render: RenderFunction) -> RenderFunction:
         if key in chat_templates:
-            raise ValueError(f"a chat template named {key!r} is registered already: choose another name")
+            raise ValueError(
+                f"a chat template named {key!r} is registered already: choose another name"
+            )
         chat_templates[key] = partial(_render_with_system, render, default_system, **defaults)
         return render
 
@@ -117,7 +119,9 @@ class ChatTemplate:
     tokenizer: PreTrainedTokenizerBase
     _checked_roles: set[tuple[str, ...]] = field(default_factory=set, repr=False)
 
-    def __call__(self, conversation: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any) -> str:
+    def __call__(
+        self, conversation: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
         """The text of `conversation`, with the header of the answer at its end if `add_generation_prompt`.
 
         `options` go to the template (`tools`, `enable_thinking`, ...).
@@ -137,7 +141,9 @@ class ChatTemplate:
                 f"{error.message or type(error).__name__}. {_OTHER_TEMPLATE}"
             ) from error
 
-    def _check_every_message_is_rendered(self, conversation: Sequence[Message], options: dict[str, Any]) -> None:
+    def _check_every_message_is_rendered(
+        self, conversation: Sequence[Message], options: dict[str, Any]
+    ) -> None:
         """Many templates skip roles they do not know. Tried once per sequence of roles, with contents to look for."""
         roles = tuple(str(message["role"]) for message in conversation)
         if roles in self._checked_roles:
@@ -175,7 +181,9 @@ def tokenize_rendered(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) 
 
 @register_chat_template("native")
 @register_chat_template("qwen2_5")
-def render_native(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any) -> str:
+def render_native(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any
+) -> str:
     if tokenizer.chat_template is None:
         name = tokenizer.name_or_path
         raise ConfigError(
@@ -189,7 +197,9 @@ def render_native(tokenizer: PreTrainedTokenizerBase, conversation: list[Message
 
 
 @register_chat_template("qwen3")
-def render_qwen3(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any) -> str:
+def render_qwen3(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any
+) -> str:
     return render_native(tokenizer, conversation, **{"enable_thinking": True, **options})
 
 
@@ -202,12 +212,17 @@ def render_chatml(
     add_generation_prompt: bool = True,
     **options: Any,
 ) -> str:
-    turns = [f"<|im_start|>{message['role']}\n{message['content']}{CHATML_END}\n" for message in conversation]
+    turns = [
+        f"<|im_start|>{message['role']}\n{message['content']}{CHATML_END}\n"
+        for message in conversation
+    ]
     return "".join(turns) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
 
 @register_chat_template("base")
-def render_base(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any) -> str:
+def render_base(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any
+) -> str:
     roles = [message["role"] for message in conversation]
     if roles not in (["user"], ["user", "assistant"]):
         raise DataError(
@@ -215,19 +230,29 @@ def render_base(tokenizer: PreTrainedTokenizerBase, conversation: list[Message],
             "text without markup cannot tell them apart. Choose chatml, or native if the tokenizer has a chat template"
         )
     # What the tokenizer itself would put in front of a plain text, and nothing else.
-    starts_with_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    text = (tokenizer.bos_token if starts_with_bos else "") + "".join(message["content"] for message in conversation)
+    starts_with_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [
+        tokenizer.bos_token_id
+    ]
+    text = (tokenizer.bos_token if starts_with_bos else "") + "".join(
+        message["content"] for message in conversation
+    )
     if roles[-1] == "user":
         return text
     if tokenizer.eos_token is None:
-        raise ConfigError("chat template 'base' ends an answer with the tokenizer's end token, and this one has none")
+        raise ConfigError(
+            "chat template 'base' ends an answer with the tokenizer's end token, and this one has none"
+        )
     return text + tokenizer.eos_token
 
 
 @register_chat_template("longCOT_qwen2.5", default_system=LONG_THOUGHT_SYSTEM)
-def render_long_thought(tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any) -> str:
+def render_long_thought(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Message], **options: Any
+) -> str:
     hinted = [
-        {**message, "content": BOXED_HINT + message["content"]} if message["role"] == "user" else message
+        {**message, "content": BOXED_HINT + message["content"]}
+        if message["role"] == "user"
+        else message
         for message in conversation
     ]
     return render_native(tokenizer, hinted, **options)
@@ -241,5 +266,7 @@ def render_open_thought(
     add_generation_prompt: bool = True,
     **options: Any,
 ) -> str:
-    text = render_native(tokenizer, conversation, add_generation_prompt=add_generation_prompt, **options)
+    text = render_native(
+        tokenizer, conversation, add_generation_prompt=add_generation_prompt, **options
+    )
     return text + "<think>\n" if add_generation_prompt else text

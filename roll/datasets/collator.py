@@ -49,7 +49,9 @@ class DataCollatorWithPaddingForDPO:
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:
-        _check_options(self.return_tensors, self.max_length, self.pad_to_max, self.pad_to_multiple_of)
+        _check_options(
+            self.return_tensors, self.max_length, self.pad_to_max, self.pad_to_multiple_of
+        )
 
     def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if not batch:
@@ -59,7 +61,9 @@ class DataCollatorWithPaddingForDPO:
         for index, pair in enumerate(batch):
             for name, side in (("chosen", "chosen"), ("rejected", "reject")):
                 ids = pair[f"{side}_ids"]
-                length_key = f"{side}_prompt_len" if f"{side}_prompt_len" in pair else "prompt_ids_lens"
+                length_key = (
+                    f"{side}_prompt_len" if f"{side}_prompt_len" in pair else "prompt_ids_lens"
+                )
                 prompt_len = int(pair[length_key])
                 if not 0 < prompt_len < len(ids):
                     what = "prompt" if prompt_len <= 0 else "answer"
@@ -75,7 +79,9 @@ class DataCollatorWithPaddingForDPO:
                 rows.append(ids)
                 prompt_lens.append(prompt_len)
 
-        width = _width([len(ids) for ids in rows], self.max_length, self.pad_to_max, self.pad_to_multiple_of)
+        width = _width(
+            [len(ids) for ids in rows], self.max_length, self.pad_to_max, self.pad_to_multiple_of
+        )
         attention_mask = _mask(rows, width, "right")
         return {
             "input_ids": pad_rows(rows, width, pad_token_id(self.tokenizer), "right"),
@@ -106,8 +112,15 @@ class DataCollatorWithPaddingForPaddedKeys:
 
     def __post_init__(self) -> None:
         if self.padding not in (True, "longest", "max_length"):
-            raise ValueError(f"padding={self.padding!r} is not known; use True, 'longest' or 'max_length'")
-        _check_options(self.return_tensors, self.max_length, self.padding == "max_length", self.pad_to_multiple_of)
+            raise ValueError(
+                f"padding={self.padding!r} is not known; use True, 'longest' or 'max_length'"
+            )
+        _check_options(
+            self.return_tensors,
+            self.max_length,
+            self.padding == "max_length",
+            self.pad_to_multiple_of,
+        )
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not features:
@@ -118,12 +131,16 @@ class DataCollatorWithPaddingForPaddedKeys:
                 f"example {lengths.index(max(lengths))} of the batch has {max(lengths)} tokens, more than "
                 f"max_length={self.max_length}. Drop or truncate such examples before collating"
             )
-        width = _width(lengths, self.max_length, self.padding == "max_length", self.pad_to_multiple_of)
+        width = _width(
+            lengths, self.max_length, self.padding == "max_length", self.pad_to_multiple_of
+        )
         fillers = {"input_ids": pad_token_id(self.tokenizer), "labels": LABEL_PAD}
         batch: dict[str, Any] = {}
         for key in (key for key in self.padded_keys if key in features[0]):
             rows = [feature[key] for feature in features]
-            if all(np.ndim(row) == 0 for row in rows):  # one number a row, such as the label of a classifier
+            if all(
+                np.ndim(row) == 0 for row in rows
+            ):  # one number a row, such as the label of a classifier
                 batch[key] = torch.as_tensor([int(row) for row in rows])
                 continue
             for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -133,9 +150,14 @@ class DataCollatorWithPaddingForPaddedKeys:
                     )
             batch[key] = pad_rows(rows, width, fillers.get(key, 0), self.padding_side)
         if "attention_mask" not in batch:
-            batch["attention_mask"] = _mask([feature["input_ids"] for feature in features], width, self.padding_side)
+            batch["attention_mask"] = _mask(
+                [feature["input_ids"] for feature in features], width, self.padding_side
+            )
         batch["position_ids"] = positions(batch["attention_mask"])
-        others = [{key: value for key, value in feature.items() if key not in self.padded_keys} for feature in features]
+        others = [
+            {key: value for key, value in feature.items() if key not in self.padded_keys}
+            for feature in features
+        ]
         return {**batch, **collate_fn_to_dict_list(others)}
 
 
@@ -150,7 +172,9 @@ def collate_fn_to_dict_list(data_list: Sequence[Mapping[str, Any]]) -> dict[str,
         values = []
         for index, example in enumerate(data_list):
             if key not in example:
-                raise ValueError(f"example {index} of the batch has no {key!r}, which example 0 has")
+                raise ValueError(
+                    f"example {index} of the batch has no {key!r}, which example 0 has"
+                )
             values.append(example[key])
         if all(isinstance(value, Tensor) for value in values):
             columns[key] = torch.cat(values, dim=0)
@@ -160,21 +184,31 @@ def collate_fn_to_dict_list(data_list: Sequence[Mapping[str, Any]]) -> dict[str,
     for index, example in enumerate(data_list):
         extra = example.keys() - columns.keys()
         if extra:
-            raise ValueError(f"example {index} of the batch has {', '.join(sorted(extra))}, which example 0 has not")
+            raise ValueError(
+                f"example {index} of the batch has {', '.join(sorted(extra))}, which example 0 has not"
+            )
     return columns
 
 
-def pad_rows(rows: Sequence[Sequence[int] | np.ndarray | Tensor], width: int, value: int, side: Side) -> Tensor:
+def pad_rows(
+    rows: Sequence[Sequence[int] | np.ndarray | Tensor], width: int, value: int, side: Side
+) -> Tensor:
     """Rows of different lengths as one (len(rows), width) int64 tensor, filled up with `value` on `side`."""
     padded = np.full((len(rows), width), value, dtype=np.int64)
     for target, row in zip(padded, rows, strict=True):
         if len(row):
-            target[slice(0, len(row)) if side == "right" else slice(width - len(row), width)] = np.asarray(row)
+            target[slice(0, len(row)) if side == "right" else slice(width - len(row), width)] = (
+                np.asarray(row)
+            )
     return torch.from_numpy(padded)
 
 
 def placed(
-    rows: Sequence[Sequence[float]], first: int | np.ndarray, width: int, fill: float, dtype: DTypeLike
+    rows: Sequence[Sequence[float]],
+    first: int | np.ndarray,
+    width: int,
+    fill: float,
+    dtype: DTypeLike,
 ) -> np.ndarray:
     """(len(rows), width), filled with `fill`, and each row's values from its column `first` on.
 
@@ -207,7 +241,9 @@ def _mask(rows: Sequence[Sequence[int] | np.ndarray], width: int, side: Side) ->
     return attended.to(torch.int64)
 
 
-def _width(lengths: Sequence[int], max_length: int | None, pad_to_max: bool, pad_to_multiple_of: int | None) -> int:
+def _width(
+    lengths: Sequence[int], max_length: int | None, pad_to_max: bool, pad_to_multiple_of: int | None
+) -> int:
     if pad_to_max:
         assert max_length is not None  # _check_options
         return max_length
@@ -221,7 +257,9 @@ def _check_options(
     return_tensors: str, max_length: int | None, pad_to_max: bool, pad_to_multiple_of: int | None
 ) -> None:
     if return_tensors != "pt":
-        raise ValueError(f"return_tensors={return_tensors!r} is not known; batches are torch tensors, 'pt'")
+        raise ValueError(
+            f"return_tensors={return_tensors!r} is not known; batches are torch tensors, 'pt'"
+        )
     if pad_to_max and max_length is None:
         raise ValueError("padding every batch to the maximum needs max_length")
     for name, value in (("max_length", max_length), ("pad_to_multiple_of", pad_to_multiple_of)):

@@ -20,7 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from roll.configs.model_files import read_json
 from roll.datasets.messages import Message
 
-_ANY_TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+_ANY_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+)
 
 
 class FileTokenizer:
@@ -32,7 +34,11 @@ class FileTokenizer:
 
     def __init__(self, folder: Path | None) -> None:
         settings = _read(folder, "tokenizer_config.json")
-        self.is_exact = folder is not None and (folder / "tokenizer.json").is_file() and "auto_map" not in settings
+        self.is_exact = (
+            folder is not None
+            and (folder / "tokenizer.json").is_file()
+            and "auto_map" not in settings
+        )
         self.name_or_path = "" if folder is None else str(folder)
         special = _read(folder, "special_tokens_map.json") | settings
         self.special = {
@@ -43,7 +49,9 @@ class FileTokenizer:
         self.chat_template: str | None = _ANY_TEMPLATE
         if self.is_exact:
             assert folder is not None
-            read_json(folder / "tokenizer.json")  # the library's own complaint about a broken file names no file
+            read_json(
+                folder / "tokenizer.json"
+            )  # the library's own complaint about a broken file names no file
             self.chat_template = _own_template(folder, settings)
         self._folder = folder
 
@@ -67,12 +75,19 @@ class FileTokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return self._backend.token_to_id(self.bos_token) if self.is_exact and self.bos_token else None
+        return (
+            self._backend.token_to_id(self.bos_token) if self.is_exact and self.bos_token else None
+        )
 
-    def __call__(self, texts: str | Sequence[str], add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+    def __call__(
+        self, texts: str | Sequence[str], add_special_tokens: bool = True, **_: Any
+    ) -> dict[str, Any]:
         given = [texts] if isinstance(texts, str) else list(texts)
         if self.is_exact:
-            ids = [item.ids for item in self._backend.encode_batch(given, add_special_tokens=add_special_tokens)]
+            ids = [
+                item.ids
+                for item in self._backend.encode_batch(given, add_special_tokens=add_special_tokens)
+            ]
         else:
             ids = [list(text.encode()) for text in given]
         return {"input_ids": ids[0] if isinstance(texts, str) else ids}
@@ -80,14 +95,20 @@ class FileTokenizer:
     @cached_property
     def _template(self) -> Template:
         # As transformers sets it up.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         names: dict[str, Any] = environment.globals
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **options
+        )
         names["raise_exception"] = _refuse
         names["strftime_now"] = lambda form: datetime.now().strftime(form)
         return environment.from_string(self.chat_template or "")
 
-    def apply_chat_template(self, conversation: Sequence[Message], tokenize: bool = False, **options: Any) -> str:
+    def apply_chat_template(
+        self, conversation: Sequence[Message], tokenize: bool = False, **options: Any
+    ) -> str:
         values: dict[str, Any] = {"tools": None, "documents": None, **self.special, **options}
         return self._template.render(messages=list(conversation), **values)
 
@@ -103,7 +124,9 @@ def _read(folder: Path | None, name: str) -> dict[str, Any]:
 def _own_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = _read(folder, "chat_template.json").get("chat_template") or settings.get("chat_template")
+    found = _read(folder, "chat_template.json").get("chat_template") or settings.get(
+        "chat_template"
+    )
     if isinstance(found, list):  # several, by name
         return next((entry["template"] for entry in found if entry.get("name") == "default"), None)
     return found

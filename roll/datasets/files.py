@@ -35,7 +35,9 @@ from roll.exceptions import DataError
 
 _SPLIT_NAME = re.compile(r"^(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)", re.IGNORECASE)
 # Files that Hugging Face tools put beside the data.
-_NOT_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+_NOT_DATA = frozenset(
+    {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+)
 _NUM_LISTED = 12
 _UTF8_BOM = b"\xef\xbb\xbf"
 
@@ -48,12 +50,16 @@ def load_table(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     """
     given = [files] if isinstance(files, str | os.PathLike) else list(files)
     if not given or any(not str(entry).strip() for entry in given):
-        raise DataError("no data file was given: set data_args.file_name to a file, a folder or a list of them")
+        raise DataError(
+            "no data file was given: set data_args.file_name to a file, a folder or a list of them"
+        )
     tables = [_read_file(path) for entry in given for path in _expand(Path(entry).expanduser())]
     return tables[0] if len(tables) == 1 else JoinedTable(tables)
 
 
-def peek_table(file: str | os.PathLike[str], *, max_bytes: int, max_rows: int) -> tuple[Table | None, bool]:
+def peek_table(
+    file: str | os.PathLike[str], *, max_bytes: int, max_rows: int
+) -> tuple[Table | None, bool]:
     """As `load_table` for one entry, reading little: (the first rows of each of its files, whether these are all).
 
     Of a file that is larger than `max_bytes` only lines of JSON can be read in part; for another one it is checked that
@@ -88,7 +94,11 @@ def _expand(path: Path) -> list[Path]:
     if path.is_dir():
         return _expand_folder(path)
     if glob.has_magic(str(path)):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+        matches = [
+            Path(match)
+            for match in sorted(glob.glob(str(path), recursive=True))
+            if Path(match).is_file()
+        ]
         if not matches:
             raise DataError(f"no file matches {path}. {_what_is_near(path)}")
         return matches
@@ -108,7 +118,9 @@ def _expand_folder(folder: Path) -> list[Path]:
     # A downloaded dataset repository keeps its files in data/.
     found = _data_files(folder) or _data_files(folder / "data")
     if not found:
-        raise DataError(f"{folder} holds no data file ({', '.join(sorted(_READERS))}). {_listing(folder)}")
+        raise DataError(
+            f"{folder} holds no data file ({', '.join(sorted(_READERS))}). {_listing(folder)}"
+        )
     splits = {match[1].lower(): file for file in found if (match := _SPLIT_NAME.match(file.name))}
     if len(splits) > 1:
         choices = " or ".join(str(file.parent / f"{split}*") for split, file in splits.items())
@@ -126,10 +138,14 @@ def _expand_saved_dataset(folder: Path) -> list[Path]:
         )
     shards = [folder / str(entry["filename"]) for entry in state.get("_data_files", [])]
     if not shards:
-        raise DataError(f"{folder}/state.json names no data files: the dataset is empty or was not saved completely")
+        raise DataError(
+            f"{folder}/state.json names no data files: the dataset is empty or was not saved completely"
+        )
     for shard in shards:
         if not shard.is_file():
-            raise DataError(f"{folder}/state.json names {shard.name}, which is not there. {_listing(folder)}")
+            raise DataError(
+                f"{folder}/state.json names {shard.name}, which is not there. {_listing(folder)}"
+            )
     return shards
 
 
@@ -137,7 +153,9 @@ def _read_description(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise DataError(f"{path} is not valid JSON ({error}): the dataset was not saved completely") from error
+        raise DataError(
+            f"{path} is not valid JSON ({error}): the dataset was not saved completely"
+        ) from error
     if not isinstance(value, dict):
         raise DataError(f"{path} holds a {_json_type(value)}, not the description of a dataset")
     return value
@@ -147,7 +165,9 @@ def _data_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     files = (file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
-    return sorted(file for file in files if file.name not in _NOT_DATA and _extension(file) in _READERS)
+    return sorted(
+        file for file in files if file.name not in _NOT_DATA and _extension(file) in _READERS
+    )
 
 
 def _what_is_near(path: Path) -> str:
@@ -165,7 +185,11 @@ def _what_is_near(path: Path) -> str:
 
 
 def _listing(folder: Path) -> str:
-    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith("."))
+    names = sorted(
+        entry.name + "/" * entry.is_dir()
+        for entry in folder.iterdir()
+        if not entry.name.startswith(".")
+    )
     place = "The current folder" if folder == Path() else f"The folder {folder}"
     if not names:
         return f"{place} is empty."
@@ -219,7 +243,9 @@ def _decode(content: bytes, name: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{name}:{line}: is not UTF-8 text ({error.reason}); save the file as UTF-8") from error
+        raise DataError(
+            f"{name}:{line}: is not UTF-8 text ({error.reason}); save the file as UTF-8"
+        ) from error
 
 
 class JsonLinesTable(Table):
@@ -248,7 +274,9 @@ class JsonLinesTable(Table):
 
     def __getitem__(self, index: int) -> Row:
         index = self.check_index(index)
-        return _parse_line(self._content[self._starts[index] : self._ends[index]], self.where(index))
+        return _parse_line(
+            self._content[self._starts[index] : self._ends[index]], self.where(index)
+        )
 
     def where(self, index: int) -> str:
         return f"{self.name}:{self._lines[self.check_index(index)]}"
@@ -269,7 +297,9 @@ def _parse_line(text: bytes, where: str) -> Row:
     try:
         row = json.loads(text.decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is not UTF-8 text ({error.reason}); save the file as UTF-8") from error
+        raise DataError(
+            f"{where}: is not UTF-8 text ({error.reason}); save the file as UTF-8"
+        ) from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: is not valid JSON: {error.msg} at column {error.colno}. Each line holds one JSON object"
@@ -298,7 +328,9 @@ def _read_json(path: Path, name: str) -> Table:
         # Many files called .json hold one object a line: the parser then stops after the first object.
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return JsonLinesTable(content, name)
-        raise DataError(f"{name}:{error.lineno}: is not valid JSON: {error.msg} at column {error.colno}") from error
+        raise DataError(
+            f"{name}:{error.lineno}: is not valid JSON: {error.msg} at column {error.colno}"
+        ) from error
 
     if isinstance(value, dict):
         value = _rows_of_object(value, name)
@@ -306,14 +338,20 @@ def _read_json(path: Path, name: str) -> Table:
         raise DataError(f"{name}: expected a list of rows, found a {_json_type(value)}")
     for index, row in enumerate(value):
         if not isinstance(row, dict):
-            raise DataError(f"{name}, row {index + 1}: a row is a JSON object, found a {_json_type(row)}")
+            raise DataError(
+                f"{name}, row {index + 1}: a row is a JSON object, found a {_json_type(row)}"
+            )
     return RowsTable(name, value)
 
 
 def _rows_of_object(value: dict[str, Any], name: str) -> list[Any]:
-    splits = [key for key, rows in value.items() if _SPLIT_NAME.fullmatch(key) and isinstance(rows, list)]
+    splits = [
+        key for key, rows in value.items() if _SPLIT_NAME.fullmatch(key) and isinstance(rows, list)
+    ]
     if len(splits) > 1:
-        raise DataError(f"{name} holds several splits ({', '.join(splits)}): save the one to read as a file of its own")
+        raise DataError(
+            f"{name} holds several splits ({', '.join(splits)}): save the one to read as a file of its own"
+        )
     rows = next(iter(value.values()), None)
     if len(value) == 1 and isinstance(rows, list):
         return rows
@@ -330,7 +368,9 @@ def _read_csv(path: Path, name: str, delimiter: str = ",") -> Table:
         header = next(records, [])
         duplicates = {column for column in header if header.count(column) > 1}
         if duplicates:
-            raise DataError(f"{name}:1: the header names a column twice: {', '.join(sorted(duplicates))}")
+            raise DataError(
+                f"{name}:1: the header names a column twice: {', '.join(sorted(duplicates))}"
+            )
         rows, places = [], []
         first_line = records.line_num + 1  # a quoted cell may span lines
         for record in records:

@@ -54,7 +54,8 @@ def _conversation_in_json(text: str) -> list[Any] | None:
     except ValueError:
         return None  # an answer that begins with a bracket
     looks_right = messages and all(
-        isinstance(message, dict) and ({"role", "content"} <= message.keys() or {"from", "value"} <= message.keys())
+        isinstance(message, dict)
+        and ({"role", "content"} <= message.keys() or {"from", "value"} <= message.keys())
         for message in messages
     )
     return messages if looks_right else None
@@ -62,13 +63,21 @@ def _conversation_in_json(text: str) -> list[Any] | None:
 
 def _parse_message(message: object, index: int) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f"message {index + 1} is not an object with role and content but {_shown(message)}")
+        raise ValueError(
+            f"message {index + 1} is not an object with role and content but {_shown(message)}"
+        )
     given = {key: value for key, value in message.items() if value is not None}
     if "from" in given and "role" not in given:
         role = given.pop("from")
-        given = {"role": _SHAREGPT_ROLES.get(role, role), "content": given.pop("value", None), **given}
+        given = {
+            "role": _SHAREGPT_ROLES.get(role, role),
+            "content": given.pop("value", None),
+            **given,
+        }
     if not isinstance(given.get("role"), str):
-        raise ValueError(f"message {index + 1} has no role; its keys are: {', '.join(map(str, message)) or 'none'}")
+        raise ValueError(
+            f"message {index + 1} has no role; its keys are: {', '.join(map(str, message)) or 'none'}"
+        )
     content = given.get("content")
     if isinstance(content, list):
         content = _join_text_parts(content, index)
@@ -76,14 +85,22 @@ def _parse_message(message: object, index: int) -> Message:
     if content is None and "tool_calls" in given:
         content = ""
     if not isinstance(content, str):
-        raise ValueError(f"message {index + 1} (role {given['role']}) has {_shown(content)} as content, expected text")
+        raise ValueError(
+            f"message {index + 1} (role {given['role']}) has {_shown(content)} as content, expected text"
+        )
     return {**given, "content": content}
 
 
 def _join_text_parts(parts: list[Any], index: int) -> str:
     for part in parts:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise ValueError(f"message {index + 1} has a content part that is not text: {_shown(part)}")
+        if not (
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ):
+            raise ValueError(
+                f"message {index + 1} has a content part that is not text: {_shown(part)}"
+            )
     return "".join(part["text"] for part in parts)
 
 

@@ -149,9 +149,13 @@ def encode_preferences(
     The result depends on nothing but the arguments. Tokenizing uses all cores where the tokenizer is a fast one.
     """
     if overlong not in get_args(Overlong):
-        raise ConfigError(f"overlong={overlong!r} is not known; use one of {', '.join(get_args(Overlong))}")
+        raise ConfigError(
+            f"overlong={overlong!r} is not known; use one of {', '.join(get_args(Overlong))}"
+        )
     if max_length < 2:
-        raise ConfigError(f"max_length={max_length} leaves no room for a prompt and an answer; use at least 2")
+        raise ConfigError(
+            f"max_length={max_length} leaves no room for a prompt and an answer; use at least 2"
+        )
     chat_template = get_chat_template(template, tokenizer)
     columns = {
         part.name: find_preference_columns(
@@ -165,7 +169,12 @@ def encode_preferences(
 
     title = "Encoding preference pairs" if show_progress else ""
     texts = tokenize_rows(
-        tokenizer, rendered, lambda p: (p.prompt, p.chosen, p.rejected), summary, title=title, total=len(table)
+        tokenizer,
+        rendered,
+        lambda p: (p.prompt, p.chosen, p.rejected),
+        summary,
+        title=title,
+        total=len(table),
     )
     for pair, (prompt, chosen, rejected) in texts:
         builder.add(pair, prompt=prompt, chosen=chosen, rejected=rejected)
@@ -199,7 +208,9 @@ def _render_rows(
     for part in table.parts:
         for index, row in enumerate(part):
             where = part.where(index)
-            pair = parse_preference_row(row, columns[part.name], where, allow_bare_texts=template.name == "base")
+            pair = parse_preference_row(
+                row, columns[part.name], where, allow_bare_texts=template.name == "base"
+            )
             origin = summary.rows_read
             summary.rows_read += 1
             reason = _why_unusable(pair)
@@ -213,7 +224,8 @@ def _render_rows(
                     for answer in (pair.chosen, pair.rejected)
                 )
                 rewritten = any(
-                    not full.startswith(prompt) and _is_rewritten(prompt, full, pair, template, options)
+                    not full.startswith(prompt)
+                    and _is_rewritten(prompt, full, pair, template, options)
                     for full in (chosen, rejected)
                 )
             except DataError as error:
@@ -237,7 +249,9 @@ def _why_unusable(pair: PreferenceRow) -> str | None:
     return None
 
 
-def _is_rewritten(prompt: str, full: str, pair: PreferenceRow, template: ChatTemplate, options: dict[str, Any]) -> bool:
+def _is_rewritten(
+    prompt: str, full: str, pair: PreferenceRow, template: ChatTemplate, options: dict[str, Any]
+) -> bool:
     """Whether `full` departs from `prompt` before the header of the answer.
 
     Departing inside the header is fine: templates that open a thought there close it, or leave it out, when they render
@@ -250,14 +264,20 @@ def _is_rewritten(prompt: str, full: str, pair: PreferenceRow, template: ChatTem
 class _Builder:
     """Collects encoded pairs in flat arrays."""
 
-    def __init__(self, max_length: int, overlong: Overlong, bos_token_id: int | None, summary: DataSummary) -> None:
+    def __init__(
+        self, max_length: int, overlong: Overlong, bos_token_id: int | None, summary: DataSummary
+    ) -> None:
         self._max_length = max_length
         self._overlong = overlong
         self._bos_token_id = bos_token_id
         self._summary = summary
-        self._tokens, self._lengths, self._prompt_lens, self._origins = (array(code) for code in "iqqq")
+        self._tokens, self._lengths, self._prompt_lens, self._origins = (
+            array(code) for code in "iqqq"
+        )
 
-    def add(self, pair: _Rendered, *, prompt: list[int], chosen: list[int], rejected: list[int]) -> None:
+    def add(
+        self, pair: _Rendered, *, prompt: list[int], chosen: list[int], rejected: list[int]
+    ) -> None:
         sides = [(ids, num_shared(prompt, ids)) for ids in (chosen, rejected)]
         is_long = max(len(chosen), len(rejected)) > self._max_length
         if is_long:
@@ -283,7 +303,9 @@ class _Builder:
     def _shorten(self, sides: list[tuple[list[int], int]]) -> list[tuple[list[int], int]] | None:
         """The two sides within the length, each with its prompt length; None if that cannot be done."""
         limit = self._max_length
-        if self._overlong == "truncate_answer" and all(prompt_len < limit for _, prompt_len in sides):
+        if self._overlong == "truncate_answer" and all(
+            prompt_len < limit for _, prompt_len in sides
+        ):
             return [(ids[:limit], prompt_len) for ids, prompt_len in sides]
         if self._overlong == "truncate_prompt":
             num_kept_first = int(all(ids[0] == self._bos_token_id for ids, _ in sides))
@@ -300,7 +322,8 @@ class _Builder:
             raise DataError(f"{name}: no preference pair is left to train on.\n{self._summary}")
         tokens = np.frombuffer(self._tokens, dtype=np.int32)
         lengths, prompt_lens, origins = (
-            np.frombuffer(values, dtype=np.int64) for values in (self._lengths, self._prompt_lens, self._origins)
+            np.frombuffer(values, dtype=np.int64)
+            for values in (self._lengths, self._prompt_lens, self._origins)
         )
         answer_lens = lengths - prompt_lens
         self._summary.lengths = {

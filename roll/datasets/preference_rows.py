@@ -46,14 +46,20 @@ class PreferenceRow:
 
 
 def find_preference_columns(
-    table: Table, *, chosen_key: str = "chosen", rejected_key: str = "rejected", prompt_key: str | None = None
+    table: Table,
+    *,
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    prompt_key: str | None = None,
 ) -> PreferenceColumns:
     """The columns of a pair in a file. `prompt_key` names the prompt's column where it has an unusual name.
 
     Raises DataError, with the columns that were found, if one is missing.
     """
     needed = [chosen_key, rejected_key] + ([prompt_key] if prompt_key is not None else [])
-    table.require_columns(needed, "Set chosen_key, rejected_key and data_args.prompt to the names that the file uses")
+    table.require_columns(
+        needed, "Set chosen_key, rejected_key and data_args.prompt to the names that the file uses"
+    )
     prompt = prompt_key or next((name for name in _PROMPT_COLUMNS if name in table.columns), None)
     return PreferenceColumns(
         chosen=chosen_key,
@@ -88,10 +94,15 @@ def _parse(row: Row, columns: PreferenceColumns, allow_bare_texts: bool) -> Pref
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _split_conversations(prompt, prompt_is_text, chosen, rejected)
     if isinstance(chosen, list) or isinstance(rejected, list):
-        kinds = ["a list of messages" if isinstance(value, list) else "text" for value in (chosen, rejected)]
+        kinds = [
+            "a list of messages" if isinstance(value, list) else "text"
+            for value in (chosen, rejected)
+        ]
         raise ValueError(f"{columns.chosen!r} is {kinds[0]} but {columns.rejected!r} is {kinds[1]}")
     if prompt is not None:
-        return PreferenceRow(prompt, [_message("assistant", chosen)], [_message("assistant", rejected)])
+        return PreferenceRow(
+            prompt, [_message("assistant", chosen)], [_message("assistant", rejected)]
+        )
     if columns.prompt is not None:
         raise ValueError(f"{columns.prompt!r} has no value")
     if not allow_bare_texts:
@@ -125,7 +136,10 @@ def _prompt(row: Row, columns: PreferenceColumns) -> tuple[list[Message] | None,
 
 
 def _split_conversations(
-    prompt: list[Message] | None, prompt_is_text: bool, chosen: list[Message], rejected: list[Message]
+    prompt: list[Message] | None,
+    prompt_is_text: bool,
+    chosen: list[Message],
+    rejected: list[Message],
 ) -> PreferenceRow:
     """Separates the prompt from answers that are lists of messages, and that may or may not begin with the prompt."""
     answers_only = [conversation[0]["role"] == "assistant" for conversation in (chosen, rejected)]
@@ -142,7 +156,9 @@ def _split_conversations(
         pair = PreferenceRow(chosen[:split], chosen[split:], rejected[split:])
         # A prompt text beside whole conversations is a copy of their first question, often reformatted: not compared.
         if prompt is not None and not prompt_is_text and pair.prompt[: len(prompt)] != prompt:
-            raise ValueError("chosen and rejected do not both begin with the messages of the prompt")
+            raise ValueError(
+                "chosen and rejected do not both begin with the messages of the prompt"
+            )
 
     for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         for place, message in (("begins", answer[0]), ("ends", answer[-1])):
@@ -171,11 +187,15 @@ def _with_system(pair: PreferenceRow, row: Row, columns: PreferenceColumns) -> P
     if system is None or system == "":
         return pair
     if not isinstance(system, str):
-        raise ValueError(f"column {columns.system!r} holds a {type(system).__name__}, expected text")
+        raise ValueError(
+            f"column {columns.system!r} holds a {type(system).__name__}, expected text"
+        )
     if pair.prompt[0]["role"] != "system":
         return PreferenceRow([_message("system", system), *pair.prompt], pair.chosen, pair.rejected)
     if pair.prompt[0]["content"] != system:
-        raise ValueError(f"there is a text in {columns.system!r} and another one as system message; keep one")
+        raise ValueError(
+            f"there is a text in {columns.system!r} and another one as system message; keep one"
+        )
     return pair
 
 

@@ -59,7 +59,9 @@ def encode_answers(
     """
     columns = PromptColumns.find(table, prompt=prompt_key, messages=messages_key, tag=None)
     chat_template = get_chat_template(template, tokenizer)
-    summary = DataSummary({"too_long": f"longer than {max_length:,} tokens", "empty_answer": "with an empty answer"})
+    summary = DataSummary(
+        {"too_long": f"longer than {max_length:,} tokens", "empty_answer": "with an empty answer"}
+    )
 
     def texts() -> Iterator[tuple[int, str, str]]:
         for index, row in enumerate(table):
@@ -80,10 +82,14 @@ def encode_answers(
                 raise DataError(f"{table.where(index)}: {error}") from error
 
     rows: list[PromptAnswer] = []
-    for (index, _, _), (prompt_ids, full_ids) in tokenize_rows(tokenizer, texts(), lambda row: row[1:], summary):
+    for (index, _, _), (prompt_ids, full_ids) in tokenize_rows(
+        tokenizer, texts(), lambda row: row[1:], summary
+    ):
         prompt_len = num_shared(prompt_ids, full_ids)
         if len(full_ids) > max_length or prompt_len == len(full_ids):
-            summary.drop("too_long" if len(full_ids) > max_length else "empty_answer", table.where(index))
+            summary.drop(
+                "too_long" if len(full_ids) > max_length else "empty_answer", table.where(index)
+            )
             continue
         labels = np.asarray(full_ids, dtype=np.int32)
         labels[:prompt_len] = LABEL_PAD
@@ -101,5 +107,7 @@ def _answer(table: Table, row: Row, answer_key: str) -> dict[str, str]:
     table.require_columns([answer_key], "Name the column of the answers in data_args.response")
     value = row.get(answer_key)
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"column {answer_key!r} holds a {type(value).__name__}: {value!r}, expected text")
+        raise ValueError(
+            f"column {answer_key!r} holds a {type(value).__name__}: {value!r}, expected text"
+        )
     return {"role": "assistant", "content": value or ""}

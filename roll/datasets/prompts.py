@@ -115,7 +115,9 @@ class PromptColumns:
     tag: str | None
 
     @classmethod
-    def find(cls, table: Table, *, prompt: str | None, messages: str | None, tag: str | None) -> PromptColumns:
+    def find(
+        cls, table: Table, *, prompt: str | None, messages: str | None, tag: str | None
+    ) -> PromptColumns:
         """The columns that were named, else `prompt` or `messages`; DataError with the columns there are, if not."""
         named = prompt or messages
         if named is not None:
@@ -123,7 +125,10 @@ class PromptColumns:
             table.require_columns([named], f"Name the column of the prompts in data_args.{key}")
         found = [column for column in PROMPT_COLUMNS if column in table.columns]
         if named is None and not found:
-            table.require_columns(PROMPT_COLUMNS[:1], "Name the column of the prompts in data_args.prompt or .messages")
+            table.require_columns(
+                PROMPT_COLUMNS[:1],
+                "Name the column of the prompts in data_args.prompt or .messages",
+            )
         return cls(named or found[0], tag if tag in table.columns else None)
 
     def messages_of(self, row: Row) -> list[Message]:
@@ -165,9 +170,13 @@ def encode_prompts(
     if no prompt is left.
     """
     columns = PromptColumns.find(table, prompt=prompt_key, messages=messages_key, tag=tag_key)
-    templates = {tag: get_chat_template(name, tokenizer) for tag, name in (tag_to_template or {}).items()}
+    templates = {
+        tag: get_chat_template(name, tokenizer) for tag, name in (tag_to_template or {}).items()
+    }
     default = get_chat_template(template, tokenizer)
-    summary = DataSummary({"too_long": f"longer than {max_length:,} tokens", "empty_prompt": "with an empty prompt"})
+    summary = DataSummary(
+        {"too_long": f"longer than {max_length:,} tokens", "empty_prompt": "with an empty prompt"}
+    )
     tokens, lengths, origins = (array(code) for code in "iqq")
     texts: list[str] = []
     domains: list[str] = []
@@ -175,7 +184,9 @@ def encode_prompts(
 
     rendered = _render(table, columns, default, templates, domain_of, template_options, summary)
     title = "Encoding prompts" if show_progress else ""
-    rows = tokenize_rows(tokenizer, rendered, lambda row: row[1:2], summary, title=title, total=len(table))
+    rows = tokenize_rows(
+        tokenizer, rendered, lambda row: row[1:2], summary, title=title, total=len(table)
+    )
     for (index, text, domain), (ids,) in rows:
         longest = max(longest, len(ids))
         if len(ids) > max_length or not ids:
@@ -249,7 +260,9 @@ class PromptSampler:
     Without, all prompts form one pool, and domains come as often as their rows.
     """
 
-    def __init__(self, dataset: PromptDataset, *, seed: int, shares: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, dataset: PromptDataset, *, seed: int, shares: Mapping[str, float] | None = None
+    ) -> None:
         self.dataset = dataset
         self.shares = dict(shares) if shares else {EVERYTHING: 1.0}
         self._rows: dict[str, np.ndarray] = {}
@@ -282,7 +295,9 @@ class PromptSampler:
     @property
     def epoch(self) -> float:
         """Passes over the data so far, over the pool that is ahead of the others."""
-        return max(sampler.epoch + sampler.index / sampler.num_rows for sampler in self._samplers.values())
+        return max(
+            sampler.epoch + sampler.index / sampler.num_rows for sampler in self._samplers.values()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {name: sampler.state_dict() for name, sampler in self._samplers.items()}

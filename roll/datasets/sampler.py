@@ -28,7 +28,13 @@ class EpochSampler:
     """
 
     def __init__(
-        self, num_rows: int, batch_size: int, seed: int, *, shuffle: bool = True, drop_last: bool = True
+        self,
+        num_rows: int,
+        batch_size: int,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = True,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
@@ -37,7 +43,9 @@ class EpochSampler:
         if num_rows < 1:
             raise DataError("there are no rows to take batches from")
         if drop_last and num_rows < batch_size:
-            raise DataError(f"{num_rows} rows do not fill one batch of {batch_size}: use a smaller batch or more rows")
+            raise DataError(
+                f"{num_rows} rows do not fill one batch of {batch_size}: use a smaller batch or more rows"
+            )
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
@@ -50,7 +58,11 @@ class EpochSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        return self.num_rows // self.batch_size if self.drop_last else -(-self.num_rows // self.batch_size)
+        return (
+            self.num_rows // self.batch_size
+            if self.drop_last
+            else -(-self.num_rows // self.batch_size)
+        )
 
     def next_batch(self) -> list[int]:
         """The next batch, going on to the next epoch where one ends."""
@@ -91,7 +103,9 @@ class EpochSampler:
                     "it says nothing about these rows. Resume with the data and seed of the first run, or start anew"
                 )
         if state["epoch"] < 0 or not 0 <= state["index"] < self.num_rows:
-            raise DataError(f"epoch={state['epoch']}, index={state['index']} is no position in {self.num_rows} rows")
+            raise DataError(
+                f"epoch={state['epoch']}, index={state['index']} is no position in {self.num_rows} rows"
+            )
         self._go_to(int(state["epoch"]), int(state["index"]))
 
     def _go_to(self, epoch: int, index: int) -> None:
@@ -121,7 +135,11 @@ class BatchStratifiedSampler:
     """
 
     def __init__(
-        self, dataset: Any, domain_ratios: Mapping[str, float], batch_size: int, drop_last: bool = True
+        self,
+        dataset: Any,
+        domain_ratios: Mapping[str, float],
+        batch_size: int,
+        drop_last: bool = True,
     ) -> None:
         assert len(dataset) > 0, "there are no rows to take batches from"
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
@@ -136,12 +154,18 @@ class BatchStratifiedSampler:
             )
         total = sum(domain_ratios.values())
         self.domain_ratios = {domain: share / total for domain, share in domain_ratios.items()}
-        self.domain_batch_num = {domain: int(share * batch_size) for domain, share in self.domain_ratios.items()}
+        self.domain_batch_num = {
+            domain: int(share * batch_size) for domain, share in self.domain_ratios.items()
+        }
         *others, last = self.domain_ratios
-        self.domain_batch_num[last] = batch_size - sum(self.domain_batch_num[domain] for domain in others)
+        self.domain_batch_num[last] = batch_size - sum(
+            self.domain_batch_num[domain] for domain in others
+        )
         empty = [domain for domain, count in self.domain_batch_num.items() if count < 1]
         if empty:
-            raise DataError(f"a batch of {batch_size} rows has none of {', '.join(empty)}: use a larger batch")
+            raise DataError(
+                f"a batch of {batch_size} rows has none of {', '.join(empty)}: use a larger batch"
+            )
         self.domain_batch_capacities = {
             domain: (len(self.domain_indices[domain]) + (0 if drop_last else count - 1)) // count
             for domain, count in self.domain_batch_num.items()
@@ -156,7 +180,9 @@ class BatchStratifiedSampler:
         for domain, indices in self.domain_indices.items():
             order = np.array(indices)
             np.random.shuffle(order)
-            drawn[domain] = np.resize(order, self.total_batches * self.domain_batch_num[domain])  # begins again
+            drawn[domain] = np.resize(
+                order, self.total_batches * self.domain_batch_num[domain]
+            )  # begins again
         batches = []
         for number in range(self.total_batches):
             batch: list[int] = []

@@ -73,9 +73,13 @@ class DataSummary:
             "rows_read": self.rows_read,
             "kept": self.kept,
             "truncated": self.truncated,
-            "dropped": {reason: {"count": entry.count, "first": entry.first} for reason, entry in self.dropped.items()},
+            "dropped": {
+                reason: {"count": entry.count, "first": entry.first}
+                for reason, entry in self.dropped.items()
+            },
             "lengths": {
-                name: {"min": stats.min, "mean": stats.mean, "max": stats.max} for name, stats in self.lengths.items()
+                name: {"min": stats.min, "mean": stats.mean, "max": stats.max}
+                for name, stats in self.lengths.items()
             },
         }
 
@@ -84,7 +88,9 @@ class DataSummary:
         if self.truncated:
             head += f", {self.truncated:,} truncated"
         by_count = sorted(self.dropped.values(), key=lambda entry: -entry.count)
-        lines = [f"  {entry.count:,} {entry.explanation} (first: {entry.first})" for entry in by_count]
+        lines = [
+            f"  {entry.count:,} {entry.explanation} (first: {entry.first})" for entry in by_count
+        ]
         if self.kept:
             lines += [f"  tokens of {name}: {stats}" for name, stats in self.lengths.items()]
         return "\n".join([head, *lines])

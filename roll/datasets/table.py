@@ -46,7 +46,9 @@ class Table(ABC):
         if missing:
             found = ", ".join(self.columns) or "none"
             plural = "s" if len(missing) > 1 else ""
-            raise DataError(f"{self.name} has no column{plural} {', '.join(missing)}; its columns are: {found}. {fix}")
+            raise DataError(
+                f"{self.name} has no column{plural} {', '.join(missing)}; its columns are: {found}. {fix}"
+            )
 
     def check_index(self, index: int) -> int:
         """`index` counted from the front; IndexError outside the table."""

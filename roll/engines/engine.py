@@ -73,10 +73,16 @@ def generate_with_retry(
     `on_output` hears of each sample once: when it worked, or when it failed for the second time.
     """
     tell = on_output or (lambda output: None)
-    first = engine.generate(requests, on_output=lambda output: None if output.error else tell(output))
+    first = engine.generate(
+        requests, on_output=lambda output: None if output.error else tell(output)
+    )
     failed = {output.request_id for output in first if output.error is not None}
     again = [request for request in requests if request.request_id in failed]
-    retried = {(output.request_id, output.sample_index): output for output in engine.generate(again)} if again else {}
+    retried = (
+        {(output.request_id, output.sample_index): output for output in engine.generate(again)}
+        if again
+        else {}
+    )
     all_outputs = []
     for output in first:
         if output.error is not None:

@@ -42,10 +42,15 @@ def can_record(model: nn.Module, cache: DynamicCache) -> bool:
         type(inner) in MODEL_CLASSES
         and config.rope_parameters["rope_type"] in STATIC_ROPE_TYPES
         and all(type(layer) is RoomyLayer for layer in cache.layers)
-        and all(type(parameter) is nn.Parameter and parameter.is_cuda for parameter in model.parameters())
+        and all(
+            type(parameter) is nn.Parameter and parameter.is_cuda
+            for parameter in model.parameters()
+        )
         and has_decode_kernel()
         and not any(
-            module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._compiled_call_impl is not None
             for module in model.modules()
         )
     )
@@ -60,7 +65,9 @@ class GraphDecoder:
         logits: the model's next logits (R, V) for token ids (R, 1) and further inputs, with this model and cache.
     """
 
-    def __init__(self, model: nn.Module, cache: DynamicCache, logits: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, cache: DynamicCache, logits: Callable[..., Tensor]
+    ) -> None:
         self.model = model
         self.cache = cache
         self.logits = logits
@@ -78,7 +85,9 @@ class GraphDecoder:
             self._forget_step()
             for layer in layers:
                 layer.grow(self.num_tokens + 1)
-        with torch.cuda.device_of(token_R):  # a graph is recorded and launched on the current device
+        with torch.cuda.device_of(
+            token_R
+        ):  # a graph is recorded and launched on the current device
             if self._step is None:
                 position_R = torch.as_tensor(position, device=token_R.device).expand(len(token_R))
                 self._step = _RecordedStep(self, token_R, position_R)
@@ -93,7 +102,9 @@ class GraphDecoder:
         self.cache.batch_select_indices(rows)
 
     def _forget_step(self) -> None:
-        torch.cuda.current_stream(next(self.model.parameters()).device).synchronize()  # it may still be running
+        torch.cuda.current_stream(
+            next(self.model.parameters()).device
+        ).synchronize()  # it may still be running
         self._step = None
 
 
@@ -111,13 +122,18 @@ class _RecordedStep:
         self.token_R1 = token_R[:, None].clone()
         self.position_R1 = position_R[:, None].clone()
         self.first_R = self.column - position_R  # what is before it in a row is padding
-        unused_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=token_R.device)  # four dimensions: taken as it is
+        unused_mask = torch.ones(
+            1, 1, 1, 1, dtype=torch.bool, device=token_R.device
+        )  # four dimensions: taken as it is
         self.graph = torch.cuda.CUDAGraph()
 
         def step() -> Tensor:
             stop = self.column + 1
             logits_RV = decoder.logits(
-                self.token_R1, position_ids=self.position_R1, attention_mask=unused_mask, decode=(self.first_R, stop)
+                self.token_R1,
+                position_ids=self.position_R1,
+                attention_mask=unused_mask,
+                decode=(self.first_R, stop),
             )
             self.column += 1
             self.position_R1 += 1
@@ -164,7 +180,9 @@ class _ColumnLayer(DynamicLayer):
         self.layer, self.column = layer, column
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         for buffer, new in zip(self.layer.buffers, (key_states, value_states), strict=True):
             buffer.index_copy_(1, self.column, new.transpose(1, 2))
         keys, values = (buffer.transpose(1, 2) for buffer in self.layer.buffers)

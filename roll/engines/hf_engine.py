@@ -33,7 +33,9 @@ from roll.models.token_tree import token_tree
 from roll.ops.linear_logits import LinearLogits
 
 TOKENS_PER_ROUND = 8
-CPU_CACHE_BYTES = 2 * 2**30  # fixed, so that batches, and the last bits of logits, are the same on every machine
+CPU_CACHE_BYTES = (
+    2 * 2**30
+)  # fixed, so that batches, and the last bits of logits, are the same on every machine
 CUDA_CACHE_SHARE = 0.6  # of the memory that is free
 LEAVE_TOGETHER = 0.25  # rows leave once this share of the batch has ended: the cache of the others is copied then
 LEAVE_GRAPH_TOGETHER = 0.5  # the same where another graph has to be recorded
@@ -115,10 +117,14 @@ class HFEngine(SampleEngine):
         parameter = next(self.model.parameters())
         budget = CPU_CACHE_BYTES
         if parameter.is_cuda:
-            unused = torch.cuda.memory_reserved(parameter.device) - torch.cuda.memory_allocated(parameter.device)
+            unused = torch.cuda.memory_reserved(parameter.device) - torch.cuda.memory_allocated(
+                parameter.device
+            )
             budget = int(CUDA_CACHE_SHARE * (torch.cuda.mem_get_info(parameter.device)[0] + unused))
         logits = 4 * LOGITS_COPIES * self._config.vocab_size
-        return max(budget // (bytes_per_token(self._config, parameter.dtype) * num_tokens + logits), 1)
+        return max(
+            budget // (bytes_per_token(self._config, parameter.dtype) * num_tokens + logits), 1
+        )
 
     @property
     def _config(self) -> Any:
@@ -140,7 +146,13 @@ def _sampling_group(sampling: SamplingParams) -> tuple[float, ...]:
     """What has to be equal for rows to be sampled together; keys, limits and stops are each row's own."""
     if sampling.is_greedy:
         return (0.0, sampling.repetition_penalty)
-    return (sampling.temperature, sampling.repetition_penalty, sampling.top_k, sampling.top_p, sampling.min_p)
+    return (
+        sampling.temperature,
+        sampling.repetition_penalty,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+    )
 
 
 def _logits(model: nn.Module, kv_cache: DynamicCache, **inputs: Any) -> Tensor:
@@ -151,13 +163,19 @@ def _logits(model: nn.Module, kv_cache: DynamicCache, **inputs: Any) -> Tensor:
 
 def _last_logits(model: nn.Module, kv_cache: DynamicCache, ids: Tensor, **inputs: Any) -> Tensor:
     """Logits after the last column, (rows, V)."""
-    return _logits(model, kv_cache, input_ids=ids, **_last_logits_only(type(base_model(model))), **inputs)[:, -1]
+    return _logits(
+        model, kv_cache, input_ids=ids, **_last_logits_only(type(base_model(model))), **inputs
+    )[:, -1]
 
 
 @cache
 def _last_logits_only(model_class: type[nn.Module]) -> dict[str, int]:
     """The argument that makes a model compute logits of the last position alone, if it has one."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model_class.forward).parameters else {}
+    return (
+        {"logits_to_keep": 1}
+        if "logits_to_keep" in inspect.signature(model_class.forward).parameters
+        else {}
+    )
 
 
 class _Batch:
@@ -177,16 +195,24 @@ class _Batch:
         # A mask of four dimensions is taken as it is; models with other kinds of attention make their own from two.
         layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
         attention = text_config._attn_implementation
-        self.takes_full_mask = layer_types == {"full_attention"} and attention in ("sdpa", TREE_ATTENTION)
+        self.takes_full_mask = layer_types == {"full_attention"} and attention in (
+            "sdpa",
+            TREE_ATTENTION,
+        )
 
         self.is_small = can_decode(self.model)
         self.decoder: SmallDecoder | GraphDecoder | None = None
         most_new = max(row.limit for row in rows)
-        room = 0 if self.is_small else most_new if self.device.type == "cpu" else min(most_new, 1024)
+        room = (
+            0 if self.is_small else most_new if self.device.type == "cpu" else min(most_new, 1024)
+        )
         self.cache = make_cache(config, room)
         self._prefill(most_new)
         self.keys_R = self._tensor(
-            [stream_key(row.request.sampling.seed, row.request.keys[row.sample_index]) for row in rows]
+            [
+                stream_key(row.request.sampling.seed, row.request.keys[row.sample_index])
+                for row in rows
+            ]
         )
         self.offsets_R1 = self._tensor([[len(row.request.prefix_ids)] for row in rows])
 
@@ -224,7 +250,9 @@ class _Batch:
         given = list(number_of)
         lengths_P1 = self._tensor([[len(ids)] for ids in given])
         width = max(map(len, given))
-        ids_PW = self._tensor([[self.pad_token_id] * (width - len(ids)) + list(ids) for ids in given])
+        ids_PW = self._tensor(
+            [[self.pad_token_id] * (width - len(ids)) + list(ids) for ids in given]
+        )
         self.mask_RC: Tensor | None = None
         self.positions_R1: Tensor | None = None
         if min(map(len, given)) < width:
@@ -233,8 +261,14 @@ class _Batch:
         self.logits_RV, cell_PW = self._forward_prompts(ids_PW, lengths_P1)
         if self.sampling.repetition_penalty != 1:
             # Columns of padding stand for the row's last token, which is always there.
-            real_PW = ids_PW if self.mask_RC is None else torch.where(self.mask_RC, ids_PW, ids_PW[:, -1:])
-            self.seen_RV: Tensor | None = torch.zeros_like(self.logits_RV, dtype=torch.bool).scatter_(1, real_PW, True)
+            real_PW = (
+                ids_PW
+                if self.mask_RC is None
+                else torch.where(self.mask_RC, ids_PW, ids_PW[:, -1:])
+            )
+            self.seen_RV: Tensor | None = torch.zeros_like(
+                self.logits_RV, dtype=torch.bool
+            ).scatter_(1, real_PW, True)
         else:
             self.seen_RV = None
         if self.is_small:
@@ -242,10 +276,14 @@ class _Batch:
         else:
             self.cache.batch_select_indices(prompt_R)
             if most_new >= MIN_STEPS and can_record(self.model, self.cache):
-                self.decoder = GraphDecoder(self.model, self.cache, partial(_last_logits, self.model, self.cache))
+                self.decoder = GraphDecoder(
+                    self.model, self.cache, partial(_last_logits, self.model, self.cache)
+                )
         self._select_columns(prompt_R)
         if self.mask_RC is not None:
-            mask_RC = torch.cat([self.mask_RC, self.mask_RC.new_ones(len(self.rows), most_new)], dim=1)
+            mask_RC = torch.cat(
+                [self.mask_RC, self.mask_RC.new_ones(len(self.rows), most_new)], dim=1
+            )
             self.mask_RC = torch.where(mask_RC, 0.0, -torch.inf) if self.is_small else mask_RC
 
     def _forward_prompts(self, ids_PW: Tensor, lengths_P1: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,11 +296,16 @@ class _Batch:
             tree = token_tree(from_left_PW, columns_PW < lengths_P1)
             if tree is not None:
                 last_P = tree.node_BS.gather(1, lengths_P1 - 1)[:, 0]
-                logits_PV = _logits(self.model, self.cache, **tree.model_inputs(), logits_to_keep=last_P)[0]
+                logits_PV = _logits(
+                    self.model, self.cache, **tree.model_inputs(), logits_to_keep=last_P
+                )[0]
                 return logits_PV, tree.node_BS.gather(1, (columns_PW - first_P1).clamp_(min=0))
         inputs: dict[str, Any] = {}
         if self.mask_RC is not None:
-            inputs = {"attention_mask": self.mask_RC, "position_ids": (columns_PW - first_P1).clamp_(min=0)}
+            inputs = {
+                "attention_mask": self.mask_RC,
+                "position_ids": (columns_PW - first_P1).clamp_(min=0),
+            }
         logits_PV = _last_logits(self.model, self.cache, ids_PW, **inputs)
         return logits_PV, torch.arange(ids_PW.numel(), device=self.device).view_as(ids_PW)
 
@@ -273,7 +316,9 @@ class _Batch:
         return uniforms(self.keys_R, self.offsets_R1 + steps_T)
 
     def _draw(self, uniforms_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        token_R, log_prob_R = draw(transform(self.logits_RV, self.sampling, self.seen_RV), uniforms_R)
+        token_R, log_prob_R = draw(
+            transform(self.logits_RV, self.sampling, self.seen_RV), uniforms_R
+        )
         if self.seen_RV is not None:
             self.seen_RV.scatter_(1, token_R[:, None], True)
         return token_R, log_prob_R
@@ -288,7 +333,9 @@ class _Batch:
         else:
             inputs: dict[str, Any] = {}
             if mask_RC is not None:
-                inputs["attention_mask"] = mask_RC[:, None, None] if self.takes_full_mask else mask_RC
+                inputs["attention_mask"] = (
+                    mask_RC[:, None, None] if self.takes_full_mask else mask_RC
+                )
                 inputs["position_ids"] = self.positions_R1
             self.logits_RV = _last_logits(self.model, self.cache, token_R[:, None], **inputs)
         if self.positions_R1 is not None:
@@ -299,7 +346,9 @@ class _Batch:
         for row in self.rows:
             if row.finish_reason is None and row.request.request_id in self.aborts:
                 row.finish_reason = "abort"
-        ended = [row for row in self.rows if row.finish_reason is not None and row not in self._gone]
+        ended = [
+            row for row in self.rows if row.finish_reason is not None and row not in self._gone
+        ]
         self._gone.update(ended)
         alive = [index for index, row in enumerate(self.rows) if row.finish_reason is None]
         share = LEAVE_GRAPH_TOGETHER if isinstance(self.decoder, GraphDecoder) else LEAVE_TOGETHER

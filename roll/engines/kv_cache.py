@@ -45,7 +45,9 @@ class RoomyLayer(DynamicLayer):
         )
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, stop = self.num_tokens, self.num_tokens + key_states.shape[2]
@@ -90,7 +92,9 @@ def make_cache(config: PreTrainedConfig, room: int) -> DynamicCache:
     Other kinds of layers (sliding windows, linear attention) keep what `transformers` has for them.
     """
     cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [
+        RoomyLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
     return cache
 
 

@@ -58,7 +58,9 @@ class SamplingParams:
             if not is_right:
                 raise ValueError(f"sampling: {name} is {getattr(self, name)}, expected {expected}")
         if "" in self.stop_strings:
-            raise ValueError("sampling: stop_strings has an empty text, which would end every response at once")
+            raise ValueError(
+                "sampling: stop_strings has an empty text, which would end every response at once"
+            )
         # Tuples, so that equal parameters are equal and hashable whatever they were made from.
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -110,7 +112,9 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
-            raise ValueError(f"request {self.request_id}: num_samples is {self.num_samples}, expected at least 1")
+            raise ValueError(
+                f"request {self.request_id}: num_samples is {self.num_samples}, expected at least 1"
+            )
         if self.sample_keys is not None and len(self.sample_keys) != self.num_samples:
             raise ValueError(
                 f"request {self.request_id}: {len(self.sample_keys)} sample_keys for {self.num_samples} samples"
@@ -119,7 +123,9 @@ class GenerationRequest:
     @property
     def keys(self) -> tuple[int | str, ...]:
         """The key of each sample."""
-        return self.sample_keys or tuple(f"{self.request_id}/{index}" for index in range(self.num_samples))
+        return self.sample_keys or tuple(
+            f"{self.request_id}/{index}" for index in range(self.num_samples)
+        )
 
     def resume(self, output: GenerationOutput) -> GenerationRequest:
         """The rest of one of this request's samples, as a request of its own: `output` says how far it came."""

@@ -26,7 +26,9 @@ class Aborts:
 
     def abort(self, request_ids: Collection[str] | None) -> None:
         with self._lock:
-            self._aborted |= self._running if request_ids is None else self._running & frozenset(request_ids)
+            self._aborted |= (
+                self._running if request_ids is None else self._running & frozenset(request_ids)
+            )
 
     def __bool__(self) -> bool:
         return bool(self._aborted)
@@ -59,7 +61,9 @@ class Sample:
         sampling = self.request.sampling
         for token_id, log_prob in zip(token_ids, log_probs, strict=True):
             if log_prob != log_prob:  # NaN
-                return self.fail("logits are not numbers: the model's weights or its precision are broken")
+                return self.fail(
+                    "logits are not numbers: the model's weights or its precision are broken"
+                )
             self.token_ids.append(token_id)
             self.log_probs.append(log_prob)
             if token_id in self.eos_token_ids or token_id in sampling.stop_token_ids:
@@ -100,7 +104,10 @@ class Sample:
         if not any(stop in text for stop in sampling.stop_strings):
             return False
         kept = cut_at_stop_string(
-            response, self.decode, sampling.stop_strings, include=sampling.include_stop_str_in_output
+            response,
+            self.decode,
+            sampling.stop_strings,
+            include=sampling.include_stop_str_in_output,
         )
         if kept is None:
             return False
@@ -179,7 +186,9 @@ class SampleEngine(ABC):
         return samples
 
 
-def _problem(request: GenerationRequest, max_tokens: int | None, vocab_size: int, decode: Decode | None) -> str | None:
+def _problem(
+    request: GenerationRequest, max_tokens: int | None, vocab_size: int, decode: Decode | None
+) -> str | None:
     """Why a model cannot take this request, "what: details"."""
     ids = (*request.prompt_ids, *request.prefix_ids)
     if not request.prompt_ids:

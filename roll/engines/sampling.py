@@ -30,7 +30,9 @@ def uniforms(keys_R: Tensor, positions_RT: Tensor) -> Tensor:
 
     Example: `uniforms(torch.tensor([7]), torch.arange(3)[None])` are the first three numbers of stream 7.
     """
-    x = keys_R[:, None] + (positions_RT + 1) * _signed(0x9E3779B97F4A7C15)  # int64 products wrap around, as intended
+    x = keys_R[:, None] + (positions_RT + 1) * _signed(
+        0x9E3779B97F4A7C15
+    )  # int64 products wrap around, as intended
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
     x = x ^ _shift_right(x, 31)
@@ -39,10 +41,14 @@ def uniforms(keys_R: Tensor, positions_RT: Tensor) -> Tensor:
 
 def penalize_repetition(logits_RV: Tensor, seen_RV: Tensor, penalty: float) -> Tensor:
     """Make tokens that were seen less likely: positive logits are divided by `penalty`, negative ones multiplied."""
-    return torch.where(seen_RV, torch.where(logits_RV > 0, logits_RV / penalty, logits_RV * penalty), logits_RV)
+    return torch.where(
+        seen_RV, torch.where(logits_RV > 0, logits_RV / penalty, logits_RV * penalty), logits_RV
+    )
 
 
-def truncate(logits_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+def truncate(
+    logits_RV: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
     """-inf on the tokens that may not be drawn: top-k, then top-p of what is left, then min-p.
 
     top-p keeps a token when the tokens above it have less than `top_p` of the mass, so at least one stays. Tokens that

@@ -18,7 +18,9 @@ from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwe
 
 MODEL_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 STATIC_ROPE_TYPES = ("default", "linear", "llama3")  # angles that depend on the position alone
-MAX_PARAMETERS = 50_000_000  # with more, the products take the time, and copies of weights the memory
+MAX_PARAMETERS = (
+    50_000_000  # with more, the products take the time, and copies of weights the memory
+)
 
 
 def can_decode(model: Any) -> bool:
@@ -38,7 +40,9 @@ def can_decode(model: Any) -> bool:
     for module in model.modules():
         if not _is_plain(module, replaced_forward=module is head):
             return False
-        num_parameters += sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
+        num_parameters += sum(
+            parameter.numel() for parameter in module._parameters.values() if parameter is not None
+        )
     return num_parameters <= MAX_PARAMETERS
 
 
@@ -54,7 +58,11 @@ def _is_plain(module: nn.Module, *, replaced_forward: bool) -> bool:
         and (type(module) is nn.Linear or not isinstance(module, nn.Linear))
         and all(
             parameter is None
-            or (type(parameter) is nn.Parameter and parameter.dtype == torch.float32 and not parameter.is_cuda)
+            or (
+                type(parameter) is nn.Parameter
+                and parameter.dtype == torch.float32
+                and not parameter.is_cuda
+            )
             for parameter in module._parameters.values()
         )
     )
@@ -78,7 +86,9 @@ class SmallDecoder:
         self.norm_floor = torch.tensor((config.hidden_size * config.rms_norm_eps) ** 0.5)
         self.embedding = model.model.embed_tokens.weight
         self.num_tokens = cell_RW.shape[1]
-        cos, sin = model.model.rotary_emb(self.embedding, torch.arange(self.num_tokens + room)[None])
+        cos, sin = model.model.rotary_emb(
+            self.embedding, torch.arange(self.num_tokens + room)[None]
+        )
         half = self.head_dim // 2
         self.turn_P1D = torch.complex(cos[0, :, None, :half], sin[0, :, None, :half])
         self.layers = [_Layer(layer, self.head_dim) for layer in model.model.layers]
@@ -97,8 +107,12 @@ class SmallDecoder:
         mask_R11C = None if mask_RC is None else mask_RC[:, None, None]
         is_grouped = self.num_kv_heads < heads
         x_RH = F.embedding(token_R, self.embedding)
-        for layer, buffer_RTHD, keys, values in zip(self.layers, self.buffers, self.keys, self.values, strict=True):
-            all_RHD = layer.attention(self._normed(x_RH)).view(rows, -1, self.head_dim)  # heads of query, key, value
+        for layer, buffer_RTHD, keys, values in zip(
+            self.layers, self.buffers, self.keys, self.values, strict=True
+        ):
+            all_RHD = layer.attention(self._normed(x_RH)).view(
+                rows, -1, self.head_dim
+            )  # heads of query, key, value
             pairs = all_RHD[:, :num_rotated].unflatten(2, (-1, 2))
             torch.view_as_complex(pairs).mul_(turn_R1D)
             buffer_RTHD[:, column] = all_RHD[:, heads:]
@@ -125,11 +139,15 @@ class SmallDecoder:
 
         x / sqrt(mean(x^2) + eps) is sqrt(H) x / sqrt(|x|^2 + H eps), with H entries in a row.
         """
-        return x_RH / torch.hypot(torch.linalg.vector_norm(x_RH, dim=1, keepdim=True), self.norm_floor)
+        return x_RH / torch.hypot(
+            torch.linalg.vector_norm(x_RH, dim=1, keepdim=True), self.norm_floor
+        )
 
     def _filled(self, layer: Any, cell_RW: Tensor, room: int) -> Tensor:
         """A buffer (rows, tokens, heads of key and of value, head size) with the prompts, and room for what comes."""
-        keys_CHD, values_CHD = (states.transpose(1, 2).flatten(0, 1) for states in (layer.keys, layer.values))
+        keys_CHD, values_CHD = (
+            states.transpose(1, 2).flatten(0, 1) for states in (layer.keys, layer.values)
+        )
         both_CHD = torch.cat([keys_CHD[..., _pair_order(self.head_dim)], values_CHD], dim=1)
         rows, width = cell_RW.shape
         buffer = both_CHD.new_empty(rows, width + room, *both_CHD.shape[1:])
@@ -146,13 +164,19 @@ class SmallDecoder:
 class _Product:
     """Linear maps of one input side by side, as one product `x @ weight`, with the norm before them folded in."""
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor | None], norm: Tensor | None = None) -> None:
+    def __init__(
+        self, weights: list[Tensor], biases: list[Tensor | None], norm: Tensor | None = None
+    ) -> None:
         weight = torch.cat(weights)
-        self.weight = (weight if norm is None else weight * (norm * len(norm) ** 0.5)).t().contiguous()
+        self.weight = (
+            (weight if norm is None else weight * (norm * len(norm) ** 0.5)).t().contiguous()
+        )
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
             zeros = (weight.new_zeros(len(weight)) for weight in weights)
-            self.bias = torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
+            self.bias = torch.cat(
+                [zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)]
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
@@ -190,4 +214,8 @@ def _pair_order(head_dim: int) -> Tensor:
 
 def _in_pairs(weight: Any, head_dim: int) -> Any:
     """The rows of a weight, or the entries of a bias, in that order; None stays None."""
-    return None if weight is None else weight.unflatten(0, (-1, head_dim))[:, _pair_order(head_dim)].flatten(0, 1)
+    return (
+        None
+        if weight is None
+        else weight.unflatten(0, (-1, head_dim))[:, _pair_order(head_dim)].flatten(0, 1)
+    )

@@ -49,7 +49,9 @@ def atomic_folder(folder: Path, *, replace: bool = False) -> Generator[Path, Non
     """
     folder = Path(folder).absolute()
     if folder.exists() and not replace and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not an empty folder; choose another name or pass replace=True")
+        raise FileExistsError(
+            f"{folder} exists and is not an empty folder; choose another name or pass replace=True"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     _clean_up_after_a_crash(folder)
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
@@ -116,7 +118,9 @@ def write_hf_files(
     """
     base = base_model(model)
     if any(isinstance(tensor, DTensor) for tensor in (state_dict or base.state_dict()).values()):
-        raise ValueError("the model is sharded: gather its full state dict on rank 0 and pass it as state_dict")
+        raise ValueError(
+            "the model is sharded: gather its full state dict on rank 0 and pass it as state_dict"
+        )
     if not is_lora_model(model):
         _write_weights(base, folder, dict(state_dict or base.state_dict()))
     elif merge_adapter or (merge_adapter is None and not base.name_or_path):
@@ -141,13 +145,21 @@ def read_hf_weights(model: nn.Module, folder: Path, *, cast: bool = False) -> di
         for candidate in (folder / ADAPTER_WEIGHTS, folder / _ADAPTER_FOLDER / ADAPTER_WEIGHTS):
             if candidate.is_file():
                 names, own, found = adapter_names(model), model.state_dict(), _read_file(candidate)
-                _compare(found, {saved: own[ours] for saved, ours in names.items()}, candidate, cast=cast)
+                _compare(
+                    found, {saved: own[ours] for saved, ours in names.items()}, candidate, cast=cast
+                )
                 return {names[saved]: tensor for saved, tensor in found.items()}
-        raise DataError(f"{folder} has no {ADAPTER_WEIGHTS}, which a model with LoRA needs ({_found(folder)})")
+        raise DataError(
+            f"{folder} has no {ADAPTER_WEIGHTS}, which a model with LoRA needs ({_found(folder)})"
+        )
     base = base_model(model)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        hint = "; it holds a LoRA adapter, and this model has none" if (folder / ADAPTER_CONFIG).is_file() else ""
+        hint = (
+            "; it holds a LoRA adapter, and this model has none"
+            if (folder / ADAPTER_CONFIG).is_file()
+            else ""
+        )
         raise DataError(f"{folder} has no model*.safetensors ({_found(folder)}){hint}")
     return _read_model(base, folder, files, cast=cast)
 
@@ -159,7 +171,9 @@ def load_hf_weights(model: nn.Module, folder: Path, *, cast: bool = False) -> No
     """
     own = model.state_dict()
     if any(isinstance(tensor, DTensor) for tensor in own.values()):
-        raise ValueError("the model is sharded: use read_hf_weights and torch.distributed's set_model_state_dict")
+        raise ValueError(
+            "the model is sharded: use read_hf_weights and torch.distributed's set_model_state_dict"
+        )
     with torch.no_grad():
         for name, tensor in read_hf_weights(model, folder, cast=cast).items():
             own[name].copy_(tensor)
@@ -173,7 +187,9 @@ def _write_weights(base: PreTrainedModel, folder: Path, state_dict: dict[str, Te
     with _exportable(base, folder):
         base.save_pretrained(folder, state_dict=state_dict)
     if not any(folder.glob("model*.safetensors")):
-        raise RuntimeError("transformers wrote no weights: in a distributed run, save on rank 0 only")
+        raise RuntimeError(
+            "transformers wrote no weights: in a distributed run, save on rank 0 only"
+        )
 
 
 @contextmanager
@@ -184,7 +200,10 @@ def _exportable(base: PreTrainedModel, folder: Path) -> Generator[None, None, No
     `transformers` refuses to save a generation config that it finds inconsistent, which published models sometimes
     bring along: no reason to lose a checkpoint, so that file is written as it came.
     """
-    generation, use_cache = getattr(base, "generation_config", None), getattr(base.config, "use_cache", None)
+    generation, use_cache = (
+        getattr(base, "generation_config", None),
+        getattr(base.config, "use_cache", None),
+    )
     if generation is not None:
         base.generation_config = GenerationConfig()
         if use_cache is not None:
@@ -199,12 +218,22 @@ def _exportable(base: PreTrainedModel, folder: Path) -> Generator[None, None, No
         generation.to_json_file(folder / "generation_config.json", use_diff=True)
 
 
-def _read_model(base: PreTrainedModel, folder: Path, files: list[Path], *, cast: bool) -> dict[str, Tensor]:
+def _read_model(
+    base: PreTrainedModel, folder: Path, files: list[Path], *, cast: bool
+) -> dict[str, Tensor]:
     """Through `transformers`, which knows which models are saved under other names than they have in memory."""
     own = base.state_dict()
-    dtype = torch.float32 if any(tensor.dtype == torch.float32 for tensor in own.values()) else base.dtype
+    dtype = (
+        torch.float32
+        if any(tensor.dtype == torch.float32 for tensor in own.values())
+        else base.dtype
+    )
     result: Any = type(base).from_pretrained(
-        folder, config=base.config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        folder,
+        config=base.config,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
     loaded, report = result
     problems = [f"{name}: missing in the checkpoint" for name in sorted(report["missing_keys"])]
@@ -223,13 +252,21 @@ def _read_model(base: PreTrainedModel, folder: Path, files: list[Path], *, cast:
     return {name: tensor for name, tensor in loaded.state_dict().items() if name in own}
 
 
-def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], source: Path, *, cast: bool) -> None:
-    problems = [f"{name}: missing in the checkpoint" for name in sorted(expected.keys() - found.keys())]
-    problems += [f"{name}: not a tensor of the model" for name in sorted(found.keys() - expected.keys())]
+def _compare(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], source: Path, *, cast: bool
+) -> None:
+    problems = [
+        f"{name}: missing in the checkpoint" for name in sorted(expected.keys() - found.keys())
+    ]
+    problems += [
+        f"{name}: not a tensor of the model" for name in sorted(found.keys() - expected.keys())
+    ]
     for name in sorted(found.keys() & expected.keys()):
         saved, ours = found[name], expected[name]
         if saved.shape != ours.shape:
-            problems.append(f"{name}: saved with shape {tuple(saved.shape)}, the model has {tuple(ours.shape)}")
+            problems.append(
+                f"{name}: saved with shape {tuple(saved.shape)}, the model has {tuple(ours.shape)}"
+            )
         elif saved.dtype != ours.dtype and not cast:
             problems.append(f"{name}: saved as {saved.dtype}, the model has {ours.dtype}")
     _raise_mismatch(source, problems)

@@ -57,12 +57,18 @@ class HeadOutput(LinearLogits):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in (torch.tanh, Tensor.tanh) and len(args) == 1 and not kwargs:
             return args[0].tanh()
         kwargs = kwargs or {}
-        if (func.__name__.endswith("_") and not func.__name__.endswith("__")) or kwargs.get("inplace"):
+        if (func.__name__.endswith("_") and not func.__name__.endswith("__")) or kwargs.get(
+            "inplace"
+        ):
             raise _writing(func.__name__)
         is_head_output = lambda value: isinstance(value, HeadOutput)  # noqa: E731
         args, kwargs = pytree.tree_map(
@@ -78,8 +84,12 @@ class HeadOutput(LinearLogits):
             return self._build("multiplication") * factor
         scale = self.scale * factor
         if math.isclose(scale, 1.0, rel_tol=1e-12):
-            scale = 1.0  # (1 / c) * c, which ends a soft cap, is not always exactly 1 in floating point
-        return replace(self, scale=scale, soft_cap=None if self.soft_cap is None else self.soft_cap * factor)
+            scale = (
+                1.0  # (1 / c) * c, which ends a soft cap, is not always exactly 1 in floating point
+            )
+        return replace(
+            self, scale=scale, soft_cap=None if self.soft_cap is None else self.soft_cap * factor
+        )
 
     __rmul__ = __mul__
 
@@ -100,7 +110,9 @@ class HeadOutput(LinearLogits):
             return replace(self, vocab_size=min(entries[1].stop, self.shape[-1]))
         try:
             return replace(self, hidden=super().__getitem__(index).hidden)
-        except IndexError:  # the index reaches into the vocabulary, or it is wrong for the tensor as well
+        except (
+            IndexError
+        ):  # the index reaches into the vocabulary, or it is wrong for the tensor as well
             return self._build("indexing")[index]
 
     def to(self, *args: Any, **kwargs: Any) -> HeadOutput | Tensor:
@@ -166,7 +178,9 @@ def _unflatten(children: Any, context: Any) -> HeadOutput:
 
 
 # FSDP2 finds the tensors of a module's output, whose gradients it waits for, through this registration.
-pytree.register_pytree_node(HeadOutput, _flatten, _unflatten, serialized_type_name="roll.models.HeadOutput")
+pytree.register_pytree_node(
+    HeadOutput, _flatten, _unflatten, serialized_type_name="roll.models.HeadOutput"
+)
 
 
 def _linear_logits_forward(self: nn.Linear, hidden: Tensor) -> HeadOutput:
@@ -183,10 +197,18 @@ def use_linear_logits(model: nn.Module) -> bool:
     once; `plain_logits` switches it off for a while.
     """
     heads = _heads(model)
-    unusual = [head for head in heads if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward]
+    unusual = [
+        head
+        for head in heads
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward
+    ]
     if unusual or base_model(model).config.model_type in _WRITE_INTO_LOGITS:
         kind = type(unusual[0]) if unusual else None
-        reason = f"its head is a {kind.__module__}.{kind.__qualname__}" if kind else "its forward writes into them"
+        reason = (
+            f"its head is a {kind.__module__}.{kind.__qualname__}"
+            if kind
+            else "its forward writes into them"
+        )
         warnings.warn(
             f"{type(base_model(model)).__name__} keeps building its logits tensor: {reason}.",
             RuntimeWarning,
@@ -202,7 +224,9 @@ def use_linear_logits(model: nn.Module) -> bool:
 @contextmanager
 def plain_logits(model: nn.Module) -> Generator[None, None, None]:
     """Inside, `model(...).logits` is an ordinary tensor, as `generate()` wants it; afterwards, all is as before."""
-    replaced = [(head, head.__dict__.pop("forward")) for head in _heads(model) if "forward" in head.__dict__]
+    replaced = [
+        (head, head.__dict__.pop("forward")) for head in _heads(model) if "forward" in head.__dict__
+    ]
     try:
         yield
     finally:

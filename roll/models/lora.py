@@ -55,7 +55,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """The `transformers` model inside a `PeftModel`; the model itself where there is no peft around it."""
     inner = model.get_base_model() if is_lora_model(model) else model
     if not isinstance(inner, PreTrainedModel):
-        raise TypeError(f"expected a transformers model, or a peft model around one, got {type(inner).__name__}")
+        raise TypeError(
+            f"expected a transformers model, or a peft model around one, got {type(inner).__name__}"
+        )
     return inner
 
 
@@ -76,7 +78,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, is_trainable: bo
     the output head), or a regular expression over whole module names, recognised by one of `* $ | (`.
     """
     if settings.adapter_name_or_path is not None:
-        return _load_adapter(model, settings, settings.adapter_name_or_path, is_trainable=is_trainable)
+        return _load_adapter(
+            model, settings, settings.adapter_name_or_path, is_trainable=is_trainable
+        )
     if settings.lora_target is None or not is_trainable:
         return model
     peft = _import_peft()
@@ -84,7 +88,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, is_trainable: bo
     additional = split_names(settings.additional_target)
     for name in additional:
         if not _matching(model, name):
-            raise ConfigError(f"additional_target: {type(model).__name__} has no module {name!r}. {_children(model)}")
+            raise ConfigError(
+                f"additional_target: {type(model).__name__} has no module {name!r}. {_children(model)}"
+            )
     rank = settings.lora_rank if settings.lora_rank is not None else 8
     config = peft.LoraConfig(
         task_type=_task_type(model),
@@ -96,7 +102,9 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, is_trainable: bo
         # One weight that serves as embedding and as head must stay one weight, or it cannot be saved as such.
         ensure_weight_tying=_touches_tied_embedding(model, targets, additional),
     )
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=settings.autocast_adapter_dtype)
+    return peft.get_peft_model(
+        model, config, autocast_adapter_dtype=settings.autocast_adapter_dtype
+    )
 
 
 @contextmanager
@@ -113,7 +121,11 @@ def adapter_disabled(model: nn.Module) -> Generator[None, None, None]:
             " untrained version of it to switch to. Use a separate reference model."
         )
     tuners, other = sys.modules["peft.tuners.tuners_utils"], sys.modules["peft.utils.other"]
-    layers = [m for m in model.modules() if isinstance(m, (tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper))]
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, (tuners.BaseTunerLayer, other.AuxiliaryTrainingWrapper))
+    ]
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
@@ -124,7 +136,9 @@ def adapter_disabled(model: nn.Module) -> Generator[None, None, None]:
             layer._disable_adapters = disabled
 
 
-def merged_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def merged_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The weights of a plain model that computes what the adapted one does: W + scaling * B A, under the plain names.
 
     Nothing in `model` changes. `state_dict` holds the model's full tensors where it does not (a gathered FSDP state);
@@ -139,7 +153,9 @@ def merged_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None 
         name = key.removeprefix(_PEFT_PREFIX)
         if ".lora_" in name or ".original_module." in name:
             continue
-        merged[name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")] = tensor
+        merged[name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")] = (
+            tensor
+        )
     for name, layer in base_model(model).named_modules():
         if isinstance(layer, sys.modules["peft.tuners.lora"].LoraLayer):
             _check_mergeable(model, name, layer, adapter)
@@ -149,7 +165,9 @@ def merged_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None 
     return merged
 
 
-def save_adapter(model: PeftModel, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
+def save_adapter(
+    model: PeftModel, folder: Path, state_dict: Mapping[str, Tensor] | None = None
+) -> None:
     """Writes the adapter in peft's format, which `adapter_name_or_path`, peft and `transformers` read."""
     # False: the vocabulary is never resized here, and "auto" would ask the Hugging Face hub at every save.
     model.save_pretrained(str(folder), state_dict=state_dict, save_embedding_layers=False)
@@ -159,13 +177,17 @@ def adapter_names(model: PeftModel) -> dict[str, str]:
     """Name of each adapter tensor in a saved adapter -> its name in `model.state_dict()`."""
     keys: Any = {key: key for key in model.state_dict()}
     # peft only selects and renames entries, so names may stand in for tensors.
-    return sys.modules["peft"].get_peft_model_state_dict(model, state_dict=keys, save_embedding_layers=False)
+    return sys.modules["peft"].get_peft_model_state_dict(
+        model, state_dict=keys, save_embedding_layers=False
+    )
 
 
 def trainable_summary(model: nn.Module) -> str:
     """`12,288 of 1,234,567 parameters are trainable (1.00%)`."""
     total = sum(parameter.numel() for parameter in model.parameters())
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trainable = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
     return f"{trainable:,} of {total:,} parameters are trainable ({trainable / max(total, 1):.2%})"
 
 
@@ -179,12 +201,16 @@ def _import_peft() -> Any:
     return peft
 
 
-def _load_adapter(model: PreTrainedModel, settings: LoraSettings, source: str, *, is_trainable: bool) -> nn.Module:
+def _load_adapter(
+    model: PreTrainedModel, settings: LoraSettings, source: str, *, is_trainable: bool
+) -> nn.Module:
     peft = _import_peft()
     folder = Path(source).expanduser()
     if folder.is_dir() and not (folder / ADAPTER_CONFIG).is_file():
         found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        raise ConfigError(f"adapter_name_or_path: {source} has no {ADAPTER_CONFIG} (found: {found})")
+        raise ConfigError(
+            f"adapter_name_or_path: {source} has no {ADAPTER_CONFIG} (found: {found})"
+        )
     try:
         return peft.PeftModel.from_pretrained(
             model,
@@ -201,7 +227,10 @@ def _load_adapter(model: PreTrainedModel, settings: LoraSettings, source: str, *
 
 def _task_type(model: PreTrainedModel) -> str:
     # peft trains the fresh classification head along with the adapter when it knows of one.
-    for suffix, task in (("ForTokenClassification", "TOKEN_CLS"), ("ForSequenceClassification", "SEQ_CLS")):
+    for suffix, task in (
+        ("ForTokenClassification", "TOKEN_CLS"),
+        ("ForSequenceClassification", "SEQ_CLS"),
+    ):
         if type(model).__name__.endswith(suffix):
             return task
     return "CAUSAL_LM"
@@ -213,28 +242,40 @@ def _targets(model: PreTrainedModel, lora_target: str | Sequence[str]) -> str | 
             return "all-linear"
         if any(character in lora_target for character in "*$|("):
             if not any(re.fullmatch(lora_target, name) for name, _ in model.named_modules()):
-                raise ConfigError(f"lora_target: the expression {lora_target!r} matches no module. {_children(model)}")
+                raise ConfigError(
+                    f"lora_target: the expression {lora_target!r} matches no module. {_children(model)}"
+                )
             return lora_target
     targets = split_names(lora_target)
     if targets in (["all"], ["all-linear"]):
         return "all-linear"
     for target in targets:
         if not _matching(model, target):
-            raise ConfigError(f"lora_target: {type(model).__name__} has no module {target!r}. {_children(model)}")
+            raise ConfigError(
+                f"lora_target: {type(model).__name__} has no module {target!r}. {_children(model)}"
+            )
     return targets
 
 
 def _matching(model: nn.Module, target: str) -> list[str]:
     """Names of the modules that peft means by `target`: that whole name, or names that end in it."""
-    return [name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")]
+    return [
+        name for name, _ in model.named_modules() if name == target or name.endswith(f".{target}")
+    ]
 
 
 def _children(model: nn.Module) -> str:
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    linear = {
+        name.rpartition(".")[2]
+        for name, m in model.named_modules()
+        if isinstance(m, (nn.Linear, Conv1D))
+    }
     return f"Its linear modules are: {', '.join(sorted(linear))}; `all-linear` stands for all but the output head."
 
 
-def _touches_tied_embedding(model: PreTrainedModel, targets: str | list[str], additional: list[str]) -> bool:
+def _touches_tied_embedding(
+    model: PreTrainedModel, targets: str | list[str], additional: list[str]
+) -> bool:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is not embedding.weight:
         return False
@@ -243,7 +284,9 @@ def _touches_tied_embedding(model: PreTrainedModel, targets: str | list[str], ad
         chosen = {name for name in tied if targets != "all-linear" and re.fullmatch(targets, name)}
     else:
         chosen = {name for target in targets for name in _matching(model, target)}
-    return bool(tied & (chosen | {name for target in additional for name in _matching(model, target)}))
+    return bool(
+        tied & (chosen | {name for target in additional for name in _matching(model, target)})
+    )
 
 
 def _check_mergeable(model: PeftModel, name: str, layer: Any, adapter: str) -> None:
@@ -260,15 +303,23 @@ def _check_mergeable(model: PeftModel, name: str, layer: Any, adapter: str) -> N
     elif adapter not in layer.scaling:
         problem = f"it does not belong to the active adapter {adapter!r}"
     if problem:
-        raise ConfigError(f"cannot merge the adapter on {name}: {problem}. Save the adapter by itself instead.")
+        raise ConfigError(
+            f"cannot merge the adapter on {name}: {problem}. Save the adapter by itself instead."
+        )
 
 
 def _delta(state: Mapping[str, Tensor], prefix: str, layer: Any, adapter: str) -> Tensor:
     """scaling * B A in the layout of the layer's weight: (out, in) for Linear, (tokens, hidden) for Embedding."""
     if isinstance(layer.get_base_layer(), nn.Embedding):
-        a, b = state[f"{prefix}.lora_embedding_A.{adapter}"], state[f"{prefix}.lora_embedding_B.{adapter}"]
+        a, b = (
+            state[f"{prefix}.lora_embedding_A.{adapter}"],
+            state[f"{prefix}.lora_embedding_B.{adapter}"],
+        )
     else:
-        a, b = state[f"{prefix}.lora_A.{adapter}.weight"], state[f"{prefix}.lora_B.{adapter}.weight"]
+        a, b = (
+            state[f"{prefix}.lora_A.{adapter}.weight"],
+            state[f"{prefix}.lora_B.{adapter}.weight"],
+        )
     delta: Tensor = (b.float() @ a.float()) * layer.scaling[adapter]
     is_linear = isinstance(layer.get_base_layer(), nn.Linear)
     return delta if is_linear else delta.T

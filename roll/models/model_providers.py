@@ -31,7 +31,12 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.hub import is_offline_mode
 
-from roll.configs.model_files import locate_model, require_config, require_tokenizer, require_weights
+from roll.configs.model_files import (
+    locate_model,
+    require_config,
+    require_tokenizer,
+    require_weights,
+)
 from roll.exceptions import ConfigError, MissingDependencyError
 from roll.models.lora import LoraSettings, add_lora, base_model, split_names, trainable_summary
 
@@ -93,7 +98,9 @@ def default_tokenizer_provider(
                 " tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("the tokenizer of %s has no padding token: %r is used", source, tokenizer.eos_token)
+        logger.info(
+            "the tokenizer of %s has no padding token: %r is used", source, tokenizer.eos_token
+        )
     return tokenizer
 
 
@@ -109,7 +116,9 @@ def default_actor_model_provider(
     training mode with gradient checkpointing; others are in evaluation mode and no parameter needs a gradient.
     `training_args` belongs to the signature of every provider and is not read.
     """
-    return _provide(AutoModelForCausalLM, tokenizer, model_args, is_trainable=is_trainable, new_head=False)
+    return _provide(
+        AutoModelForCausalLM, tokenizer, model_args, is_trainable=is_trainable, new_head=False
+    )
 
 
 def default_value_model_provider(
@@ -126,7 +135,13 @@ def default_value_model_provider(
         raise ConfigError(
             f"model_type: a value model is {'auto_token_classification'!r} (the default), got {model_args.model_type!r}"
         )
-    return _provide(AutoModelForTokenClassification, tokenizer, model_args, is_trainable=is_trainable, new_head=True)
+    return _provide(
+        AutoModelForTokenClassification,
+        tokenizer,
+        model_args,
+        is_trainable=is_trainable,
+        new_head=True,
+    )
 
 
 def default_reward_model_provider(
@@ -153,8 +168,12 @@ def default_reward_model_provider(
         by_token = architectures[0].endswith("ForTokenClassification")
         model_type = "auto_token_classification" if by_token else "auto_sequence_classification"
     if model_type not in kinds:
-        raise ConfigError(f"model_type: a reward model is one of {', '.join(kinds)}, got {model_type!r}")
-    return _provide(kinds[model_type], tokenizer, model_args, is_trainable=is_trainable, new_head=is_trainable)
+        raise ConfigError(
+            f"model_type: a reward model is one of {', '.join(kinds)}, got {model_type!r}"
+        )
+    return _provide(
+        kinds[model_type], tokenizer, model_args, is_trainable=is_trainable, new_head=is_trainable
+    )
 
 
 def freeze_by_prefix(model: nn.Module, prefixes: Sequence[str]) -> None:
@@ -166,7 +185,9 @@ def freeze_by_prefix(model: nn.Module, prefixes: Sequence[str]) -> None:
     for prefix in prefixes:
         if not any(_inside(name, prefix) for name in names):
             modules = [name for name, _ in model.named_modules() if name]
-            near = difflib.get_close_matches(prefix, modules + names, n=5, cutoff=0.4) or modules[:5]
+            near = (
+                difflib.get_close_matches(prefix, modules + names, n=5, cutoff=0.4) or modules[:5]
+            )
             raise ConfigError(
                 f"freeze_module_prefix: no parameter of {type(model).__name__} lies in {prefix!r}; nearest names:"
                 f" {', '.join(near)}"
@@ -191,7 +212,11 @@ def _provide(
     new_head: bool,
 ) -> nn.Module:
     frozen = split_names(args.freeze_module_prefix)
-    if is_trainable and frozen and (args.lora_target is not None or args.adapter_name_or_path is not None):
+    if (
+        is_trainable
+        and frozen
+        and (args.lora_target is not None or args.adapter_name_or_path is not None)
+    ):
         raise ConfigError(
             "freeze_module_prefix and LoRA are both set: LoRA freezes everything but its adapter and"
             " additional_target; remove freeze_module_prefix"
@@ -227,10 +252,16 @@ def _prepare_training(model: PreTrainedModel, args: ModelSettings) -> None:
     model.config.use_cache = False
     if not args.disable_gradient_checkpointing:
         reentrant = bool(args.gradient_checkpointing_use_reentrant)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
         if not reentrant:
             model.disable_input_require_grads()  # only the reentrant kind needs inputs that require gradients
-    dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key and _is_positive(value)}
+    dropout = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if "drop" in key and _is_positive(value)
+    }
     if dropout:
         logger.warning(
             "the config of %s has dropout (%s): log-probs in training will differ from those of inference. Set it to 0"
@@ -250,7 +281,10 @@ def _load_config(args: ModelSettings) -> PreTrainedConfig:
         require_config(folder)
     try:
         loaded: Any = AutoConfig.from_pretrained(
-            source, trust_remote_code=_trusts(args), return_unused_kwargs=True, **args.model_config_kwargs
+            source,
+            trust_remote_code=_trusts(args),
+            return_unused_kwargs=True,
+            **args.model_config_kwargs,
         )
     except (OSError, ValueError) as error:
         raise _unavailable("config", source, folder, error) from error
@@ -282,7 +316,9 @@ def _initialise(auto_class: Any, config: PreTrainedConfig, args: ModelSettings) 
     return model
 
 
-def _load_weights(auto_class: Any, config: PreTrainedConfig, args: ModelSettings, *, new_head: bool) -> PreTrainedModel:
+def _load_weights(
+    auto_class: Any, config: PreTrainedConfig, args: ModelSettings, *, new_head: bool
+) -> PreTrainedModel:
     source, folder = locate_model(args.model_name_or_path)
     if folder is not None:
         require_weights(folder)
@@ -315,7 +351,11 @@ def _load_weights(auto_class: Any, config: PreTrainedConfig, args: ModelSettings
             f"{' ...' if len(missing) > 10 else ''}. It holds another kind of model, or is incomplete."
         )
     if missing:
-        logger.info("%s is new in %s: initialised from the current seed", ", ".join(head), type(model).__name__)
+        logger.info(
+            "%s is new in %s: initialised from the current seed",
+            ", ".join(head),
+            type(model).__name__,
+        )
     return model
 
 

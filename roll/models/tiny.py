@@ -26,7 +26,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def character_tokenizer(characters: str = ASCII, *, model_max_length: int = 512) -> PreTrainedTokenizerFast:
+def character_tokenizer(
+    characters: str = ASCII, *, model_max_length: int = 512
+) -> PreTrainedTokenizerFast:
     """One token for each character, after 3 special ones: padding is 0, start of a turn 1, end of a turn 2.
 
     Text goes in and comes out unchanged, in the byte-level form that GPT-2 and Qwen use. The chat template is ChatML;
@@ -39,7 +41,12 @@ def character_tokenizer(characters: str = ASCII, *, model_max_length: int = 512)
         found = f"{repeated} more than once" if repeated else f"{unusual}" if unusual else "none"
         raise ConfigError(f"characters: expected different ASCII characters, found {found}")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokens = [PAD, START, END, *(byte_level.pre_tokenize_str(character)[0][0] for character in characters)]
+    tokens = [
+        PAD,
+        START,
+        END,
+        *(byte_level.pre_tokenize_str(character)[0][0] for character in characters),
+    ]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.pre_tokenizer = byte_level
     backend.decoder = decoders.ByteLevel()

@@ -30,9 +30,13 @@ from roll.ops.linear_logits import LinearLogits
 
 ATTENTION = "token_tree"
 # Models whose layers mix tokens by attention alone, each of them compared with its padded forward by the tests.
-MODEL_TYPES = frozenset({"gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"})
+MODEL_TYPES = frozenset(
+    {"gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
+)
 WORTHWHILE = 0.9  # nodes per cell up to which a tree costs less than the cells
-GPU_MULTIPLE = 128  # rows of whole tiles of the matrix products; and compiled layers know few numbers of nodes
+GPU_MULTIPLE = (
+    128  # rows of whole tiles of the matrix products; and compiled layers know few numbers of nodes
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ class TokenTree:
         return _spread(output[0], self.node_BS)
 
 
-def token_tree(input_ids_BS: Tensor, attention_mask_BS: Tensor, *, round_to: int = 1) -> TokenTree | None:
+def token_tree(
+    input_ids_BS: Tensor, attention_mask_BS: Tensor, *, round_to: int = 1
+) -> TokenTree | None:
     """The tree of a right-padded batch, with a multiple of `round_to` nodes, or None where it would save too little.
 
     Ids under the mask may hold anything.
@@ -104,7 +110,9 @@ def token_tree(input_ids_BS: Tensor, attention_mask_BS: Tensor, *, round_to: int
 def _prefix_hashes(ids_BS: Tensor) -> Tensor:
     """64 bits for the tokens up to each column: the sum of a hash of each token times an odd number of its column."""
     columns_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-    odd_S = _mix(_mix(columns_S)) | 1  # mixed twice, so that tokens and columns of one number are not alike
+    odd_S = (
+        _mix(_mix(columns_S)) | 1
+    )  # mixed twice, so that tokens and columns of one number are not alike
     return (_mix(ids_BS) * odd_S).cumsum(1)
 
 
@@ -160,8 +168,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attention of nodes, by way of the rows that they stand in; without a tree, torch's."""
     if node_BS is None or cell_N is None:
-        return sdpa_attention_forward(module, query_1HND, key_1HND, value_1HND, attention_mask, **options)
-    query, key, value = (_spread_heads(states, node_BS) for states in (query_1HND, key_1HND, value_1HND))
+        return sdpa_attention_forward(
+            module, query_1HND, key_1HND, value_1HND, attention_mask, **options
+        )
+    query, key, value = (
+        _spread_heads(states, node_BS) for states in (query_1HND, key_1HND, value_1HND)
+    )
     seen_BSHD, _ = sdpa_attention_forward(module, query, key, value, None, **options)
     return _spread(seen_BSHD.flatten(0, 1), cell_N)[None], None
 

@@ -13,7 +13,12 @@ def has_decode_kernel() -> bool:
 
 
 def decode_attention(
-    query_RHD: Tensor, keys_RKTD: Tensor, values_RKTD: Tensor, first_R: Tensor, stop: Tensor, scale: float
+    query_RHD: Tensor,
+    keys_RKTD: Tensor,
+    values_RKTD: Tensor,
+    first_R: Tensor,
+    stop: Tensor,
+    scale: float,
 ) -> Tensor:
     """softmax(scale q k) v over columns first_R[r] to stop[0] - 1 of row r; the others may hold anything. (R, H, D).
 
@@ -23,14 +28,21 @@ def decode_attention(
     """
     num_heads, num_kv_heads = query_RHD.shape[1], keys_RKTD.shape[1]
     if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} heads of the query cannot share {num_kv_heads} heads of keys evenly")
+        raise ValueError(
+            f"{num_heads} heads of the query cannot share {num_kv_heads} heads of keys evenly"
+        )
     if query_RHD.is_cuda and (kernels := triton_module("triton_decode_attention")) is not None:
         return kernels.decode_attention(query_RHD, keys_RKTD, values_RKTD, first_R, stop, scale)
     return reference(query_RHD, keys_RKTD, values_RKTD, first_R, stop, scale)
 
 
 def reference(
-    query_RHD: Tensor, keys_RKTD: Tensor, values_RKTD: Tensor, first_R: Tensor, stop: Tensor, scale: float
+    query_RHD: Tensor,
+    keys_RKTD: Tensor,
+    values_RKTD: Tensor,
+    first_R: Tensor,
+    stop: Tensor,
+    scale: float,
 ) -> Tensor:
     """The same in torch."""
     num_groups = query_RHD.shape[1] // keys_RKTD.shape[1]

@@ -78,9 +78,13 @@ def linear_log_probs(
     check_linear_logits(output)
     # The kernels skip a label that is not there, so it can be found while they run; an index operation cannot.
     check_later = mask is None and kernels_for(hidden) is not None
-    selection = select(hidden.shape[:-1], mask, labels, output.shape[-1], hidden.device, check=not check_later)
+    selection = select(
+        hidden.shape[:-1], mask, labels, output.shape[-1], hidden.device, check=not check_later
+    )
     check = LabelCheck(selection, output.shape[-1]) if check_later else None
-    results = selected_linear_log_probs(output, selection, temperature, with_entropy, chunk_rows, keep_bytes)
+    results = selected_linear_log_probs(
+        output, selection, temperature, with_entropy, chunk_rows, keep_bytes
+    )
     if check is not None:
         check.wait()
     return results
@@ -99,14 +103,20 @@ def check_linear_logits(output: LinearLogits) -> None:
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: expected (..., H) and (V, H)"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])} for weight's rows")
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])} for weight's rows"
+        )
     if not 1 <= output.shape[-1] <= weight.shape[0]:
-        raise ValueError(f"vocab_size={output.shape[-1]} must lie between 1 and the {weight.shape[0]} rows of weight")
+        raise ValueError(
+            f"vocab_size={output.shape[-1]} must lie between 1 and the {weight.shape[0]} rows of weight"
+        )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
         if tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, hidden is on {hidden.device}: move one of them")
+            raise ValueError(
+                f"{name} is on {tensor.device}, hidden is on {hidden.device}: move one of them"
+            )
         if tensor.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
             raise ValueError(
                 f"{name} is {tensor.dtype}, hidden is {hidden.dtype}: convert one of them, or use autocast"
@@ -136,8 +146,12 @@ def selected_linear_log_probs(
     )
     hidden = output.hidden.reshape(-1, output.hidden.shape[-1])
     sums = output.weight_sum, output.bias_sum
-    log_probs, entropy = _LinearLogProbs.apply(hidden, output.weight, output.bias, selection, options, sums)
-    return log_probs.view(selection.shape), None if entropy is None else entropy.view(selection.shape)
+    log_probs, entropy = _LinearLogProbs.apply(
+        hidden, output.weight, output.bias, selection, options, sums
+    )
+    return log_probs.view(selection.shape), None if entropy is None else entropy.view(
+        selection.shape
+    )
 
 
 @dataclass(frozen=True)
@@ -163,7 +177,10 @@ class _Options:
             columns = self.num_columns
         elif columns > limits.column_multiple:
             num_tiles = math.ceil(self.num_columns / (columns - columns % limits.column_multiple))
-            columns = math.ceil(self.num_columns / num_tiles / limits.column_multiple) * limits.column_multiple
+            columns = (
+                math.ceil(self.num_columns / num_tiles / limits.column_multiple)
+                * limits.column_multiple
+            )
         return min(num_rows, max(1, num_logits // columns)), columns
 
 
@@ -223,8 +240,12 @@ class _LinearLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else selection.take(grad_entropy).contiguous(),
             )
             tiles = _Tiles(hidden, weight, bias, selection, ctx.options, kept=kept)
-            grad_rows, grad_weight, grad_bias = _backward(tiles, arrived, ctx.options, ctx.needs_input_grad, ctx.sums)
-        grad_hidden = None if grad_rows is None else selection.put(grad_rows.to(hidden.dtype), copy=False)
+            grad_rows, grad_weight, grad_bias = _backward(
+                tiles, arrived, ctx.options, ctx.needs_input_grad, ctx.sums
+            )
+        grad_hidden = (
+            None if grad_rows is None else selection.put(grad_rows.to(hidden.dtype), copy=False)
+        )
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
@@ -249,8 +270,14 @@ class _Tiles:
         self.weight, self.bias, self.dtype = weight, bias, options.dtype
         num_rows, num_columns = self.rows.shape[0], options.num_columns
         self.height, self.width = options.tile_shape(num_rows, hidden.device)
-        self.bands = [slice(top, min(top + self.height, num_rows)) for top in range(0, num_rows, max(1, self.height))]
-        self.parts = [slice(left, min(left + self.width, num_columns)) for left in range(0, num_columns, self.width)]
+        self.bands = [
+            slice(top, min(top + self.height, num_rows))
+            for top in range(0, num_rows, max(1, self.height))
+        ]
+        self.parts = [
+            slice(left, min(left + self.width, num_columns))
+            for left in range(0, num_columns, self.width)
+        ]
         self.num_buffers, self.keep_bytes = num_buffers, options.keep_bytes
         self.kept = {} if kept is None else kept
         self.buffers: deque[Tensor] = deque()  # the one whose turn is next comes first
@@ -287,7 +314,9 @@ class _Tiles:
     def _make(self, tile: Tensor, band: slice, part: slice) -> Tensor:
         if self.bias is None:
             return torch.mm(self.rows[band], self.weight_of(part).t(), out=tile)
-        return torch.addmm(self.bias[part].to(self.dtype), self.rows[band], self.weight_of(part).t(), out=tile)
+        return torch.addmm(
+            self.bias[part].to(self.dtype), self.rows[band], self.weight_of(part).t(), out=tile
+        )
 
 
 def _forward(tiles: _Tiles, selection: Selection, options: _Options) -> RowStatistics:
@@ -329,7 +358,9 @@ def _backward(
     if tiles.bias is not None and needs_grad[2] and bias_total is None:
         grad_bias = torch.empty_like(tiles.bias)
     for grad in (grad_weight, grad_bias):
-        if grad is not None:  # what pads the vocabulary is not written below; with no rows nothing is
+        if (
+            grad is not None
+        ):  # what pads the vocabulary is not written below; with no rows nothing is
             grad[options.num_columns if tiles.bands else 0 :].zero_()
     grad_rows = None
     if needs_grad[0]:
@@ -351,7 +382,11 @@ def _backward(
                 _add_product(weight_sum, tile.t(), rows[band], first=is_first)
             if bias_sum is not None:
                 bias_sum += tile.sum(0, dtype=sum_dtype)
-        if grad_weight is not None and weight_sum is not None and weight_sum.dtype != grad_weight.dtype:
+        if (
+            grad_weight is not None
+            and weight_sum is not None
+            and weight_sum.dtype != grad_weight.dtype
+        ):
             grad_weight[part] = weight_sum
         if grad_bias is not None and bias_sum is not None:
             grad_bias[part] = bias_sum
@@ -361,7 +396,11 @@ def _backward(
 def _sum_buffer(grad: Tensor, several_products: bool) -> Tensor:
     """Where products for `grad` are summed: there, or in float32 if it would round each of several in low precision."""
     sum_dtype = accumulation_dtype(grad.dtype)
-    return torch.empty_like(grad, dtype=sum_dtype) if several_products and grad.dtype != sum_dtype else grad
+    return (
+        torch.empty_like(grad, dtype=sum_dtype)
+        if several_products and grad.dtype != sum_dtype
+        else grad
+    )
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -370,7 +409,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
         total.addmm_(left, right, beta=0.0 if first else 1.0)  # beta 0 ignores even NaN
         return
     if left.is_cuda:  # cuBLAS adds its float32 sums where they belong
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=0.0 if first else 1.0, out=total)
+        torch.addmm(
+            total, left, right, out_dtype=total.dtype, beta=0.0 if first else 1.0, out=total
+        )
     elif first:
         total.copy_(torch.mm(left, right))
     else:

@@ -63,7 +63,9 @@ class LinearLogits:
         used = 0
         for part in parts:
             if part is None or part is Ellipsis:
-                raise IndexError(f"LinearLogits takes no {part} in an index: it slices positions, so name their axes")
+                raise IndexError(
+                    f"LinearLogits takes no {part} in an index: it slices positions, so name their axes"
+                )
             used += part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
         if used > self.hidden.ndim - 1:
             raise IndexError(
@@ -81,7 +83,9 @@ class LinearLogits:
         logits = F.linear(self.hidden, weight, bias)
         if self.scale != 1.0:
             logits = logits * self.scale
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return (
+            logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        )
 
 
 TENSORS = ("hidden", "weight", "bias", "weight_sum", "bias_sum")

@@ -63,7 +63,13 @@ def next_token_log_probs(
     if isinstance(output, LinearLogits):
         check_linear_logits(output)
     selection = select(
-        input_ids.shape, selected, labels, output.shape[-1], output.device, labels_name="input_ids", label_shift=1
+        input_ids.shape,
+        selected,
+        labels,
+        output.shape[-1],
+        output.device,
+        labels_name="input_ids",
+        label_shift=1,
     )
     if isinstance(output, LinearLogits) and _is_small(output, selection):
         log_probs, entropy = _small_log_probs(output, selection, temperature, with_entropy)
@@ -135,9 +141,13 @@ def log_probs_and_entropy(
     _check_logits(logits)
     # The kernels skip a label that is not there, so it can be found while they run; an index operation cannot.
     check_later = mask is None and kernels_for(logits) is not None
-    selection = select(logits.shape[:-1], mask, labels, logits.shape[-1], logits.device, check=not check_later)
+    selection = select(
+        logits.shape[:-1], mask, labels, logits.shape[-1], logits.device, check=not check_later
+    )
     check = LabelCheck(selection, logits.shape[-1]) if check_later else None
-    log_probs, entropy = _selected_log_probs(logits, selection, temperature, with_entropy, overwrite_logits)
+    log_probs, entropy = _selected_log_probs(
+        logits, selection, temperature, with_entropy, overwrite_logits
+    )
     if check is not None:
         check.wait()
     assert log_probs is not None
@@ -154,12 +164,21 @@ def log_probs_from_logits(
 ) -> Tensor:
     """The first result of `log_probs_and_entropy`."""
     return log_probs_and_entropy(
-        logits, labels, mask=mask, temperature=temperature, with_entropy=False, overwrite_logits=overwrite_logits
+        logits,
+        labels,
+        mask=mask,
+        temperature=temperature,
+        with_entropy=False,
+        overwrite_logits=overwrite_logits,
     )[0]
 
 
 def entropy_from_logits(
-    logits: Tensor, *, mask: Tensor | None = None, temperature: float = 1.0, overwrite_logits: bool = False
+    logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    overwrite_logits: bool = False,
 ) -> Tensor:
     """The second result of `log_probs_and_entropy`, which needs no labels."""
     _check_logits(logits)
@@ -171,16 +190,24 @@ def entropy_from_logits(
 
 def _check_logits(logits: Tensor) -> None:
     if logits.ndim < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (..., V) with at least one token")
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)}, expected (..., V) with at least one token"
+        )
     if not logits.is_floating_point():
         raise ValueError(f"logits have dtype {logits.dtype}, expected floating point")
 
 
 def _selected_log_probs(
-    logits: Tensor, selection: Selection, temperature: float, with_entropy: bool, overwrite_logits: bool = False
+    logits: Tensor,
+    selection: Selection,
+    temperature: float,
+    with_entropy: bool,
+    overwrite_logits: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     transform = LogitTransform(temperature=temperature)
-    log_probs, entropy = _LogProbsFromLogits.apply(logits, selection, transform, with_entropy, overwrite_logits)
+    log_probs, entropy = _LogProbsFromLogits.apply(
+        logits, selection, transform, with_entropy, overwrite_logits
+    )
     return (
         None if log_probs is None else log_probs.view(selection.shape),
         None if entropy is None else entropy.view(selection.shape),
@@ -200,7 +227,9 @@ class _LogProbsFromLogits(torch.autograd.Function):
         overwrite_logits: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         num_rows = selection.num_selected
-        running = RunningStatistics(num_rows, logits.shape[-1], selection.labels, transform, with_entropy, like=logits)
+        running = RunningStatistics(
+            num_rows, logits.shape[-1], selection.labels, transform, with_entropy, like=logits
+        )
         rows, row_numbers = _row_view(logits, selection.index)
         running.add(rows, slice(0, num_rows), row_numbers=row_numbers)
         statistics = running.statistics
@@ -234,7 +263,9 @@ class _LogProbsFromLogits(torch.autograd.Function):
         if ctx.overwrite and _has_own_memory(logits):
             grad = logits.detach()
             _write_gradient(logits, grad, selection, rows, ctx.transform)
-            torch.autograd.graph.increment_version(logits)  # autograd then notices whoever reads the logits now
+            torch.autograd.graph.increment_version(
+                logits
+            )  # autograd then notices whoever reads the logits now
         else:
             grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
             _write_gradient(logits, grad, selection, rows, ctx.transform)
@@ -242,7 +273,11 @@ class _LogProbsFromLogits(torch.autograd.Function):
 
 
 def _write_gradient(
-    logits: Tensor, grad: Tensor, selection: Selection, gradients: RowGradients, transform: LogitTransform
+    logits: Tensor,
+    grad: Tensor,
+    selection: Selection,
+    gradients: RowGradients,
+    transform: LogitTransform,
 ) -> None:
     """The gradient of all positions, into `grad`, which may be `logits`."""
     index, vocab_size = selection.index, logits.shape[-1]
@@ -251,7 +286,9 @@ def _write_gradient(
         rows, row_numbers = _row_view(logits, None)
         slots = None
         if index is not None:
-            slots = torch.full((selection.shape.numel(),), -1, dtype=torch.int32, device=logits.device)
+            slots = torch.full(
+                (selection.shape.numel(),), -1, dtype=torch.int32, device=logits.device
+            )
             slots[index] = torch.arange(index.shape[0], dtype=torch.int32, device=logits.device)
         kernels.gradient(rows, grad_rows, gradients, 0, transform, slots, row_numbers, grad_numbers)
         return
@@ -273,7 +310,9 @@ def _write_gradient(
 
 def _has_own_memory(logits: Tensor) -> bool:
     """Whether every entry has a place of its own: not so for an expanded tensor."""
-    return all(size == 1 or stride > 0 for size, stride in zip(logits.shape, logits.stride(), strict=True))
+    return all(
+        size == 1 or stride > 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    )
 
 
 def _row_view(logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -285,11 +324,17 @@ def _row_view(logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor | No
     vocab_size = logits.shape[-1]
     axes = list(zip(logits.shape[:-1], logits.stride()[:-1], strict=True))
     unit = min((stride for size, stride in axes if size > 1 and stride > 0), default=0)
-    if logits.is_contiguous() or unit == 0 or any(size > 1 and stride % unit for size, stride in axes):
+    if (
+        logits.is_contiguous()
+        or unit == 0
+        or any(size > 1 and stride % unit for size, stride in axes)
+    ):
         return logits.reshape(-1, vocab_size), index
     numbers = torch.zeros((), dtype=torch.long, device=logits.device)
     for size, stride in axes:
-        numbers = numbers.unsqueeze(-1) + torch.arange(size, device=logits.device) * (stride // unit)
+        numbers = numbers.unsqueeze(-1) + torch.arange(size, device=logits.device) * (
+            stride // unit
+        )
     num_rows = 1 + sum((size - 1) * (stride // unit) for size, stride in axes)
     rows = logits.as_strided((num_rows, vocab_size), (unit, logits.stride(-1)))
     return rows, numbers.flatten() if index is None else numbers.flatten()[index]

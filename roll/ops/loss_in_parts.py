@@ -33,8 +33,12 @@ def loss_in_parts(output: LinearLogits, parts: Sequence[slice], loss_of_rows: Lo
     """
     borders = [0, *(part.stop for part in parts)]
     if [part.start for part in parts] != borders[:-1] or borders[-1] != output.shape[0]:
-        raise ValueError(f"parts={list(parts)} must cover the {output.shape[0]} rows of the output in order, once each")
-    return _LossInParts.apply(output.hidden, output.weight, output.bias, output, parts, loss_of_rows)
+        raise ValueError(
+            f"parts={list(parts)} must cover the {output.shape[0]} rows of the output in order, once each"
+        )
+    return _LossInParts.apply(
+        output.hidden, output.weight, output.bias, output, parts, loss_of_rows
+    )
 
 
 class _LossInParts(torch.autograd.Function):
@@ -85,7 +89,9 @@ class _LossInParts(torch.autograd.Function):
 
 
 def _sum_of(weight: Tensor) -> Tensor:
-    return torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype), memory_format=torch.contiguous_format)
+    return torch.zeros_like(
+        weight, dtype=accumulation_dtype(weight.dtype), memory_format=torch.contiguous_format
+    )
 
 
 def _add_gradients(loss: Tensor, head: LinearLogits, hidden_grad: Tensor | None) -> None:
@@ -93,7 +99,9 @@ def _add_gradients(loss: Tensor, head: LinearLogits, hidden_grad: Tensor | None)
     on the logits in another way leaves a gradient."""
     leaves = [head.hidden, head.weight, head.bias]
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    grads = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted, allow_unused=True), strict=True))
+    grads = dict(
+        zip(map(id, wanted), torch.autograd.grad(loss, wanted, allow_unused=True), strict=True)
+    )
     if hidden_grad is not None:
         grad = grads[id(head.hidden)]
         hidden_grad.zero_() if grad is None else hidden_grad.copy_(grad)

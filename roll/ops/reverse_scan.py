@@ -39,7 +39,9 @@ def advantage_scan(
         advantages = scan(delta)
         return advantages, v.add_(advantages)
 
-    advantages_BT, returns_BT = map_valid_tokens(over_valid_tokens, [rewards_BT, values_BT], mask_BT, num_results=2)
+    advantages_BT, returns_BT = map_valid_tokens(
+        over_valid_tokens, [rewards_BT, values_BT], mask_BT, num_results=2
+    )
     return advantages_BT, returns_BT
 
 
@@ -49,7 +51,9 @@ def reverse_scan_runs(x_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
 
     Example: x = [[1, 2, 9, 4]], mask = [[1, 1, 0, 1]], decay = 0.5 -> [[5, 5, 0, 4]].
     """
-    out_BT = torch.empty(x_BT.shape, dtype=torch.promote_types(x_BT.dtype, torch.float32), device=x_BT.device)
+    out_BT = torch.empty(
+        x_BT.shape, dtype=torch.promote_types(x_BT.dtype, torch.float32), device=x_BT.device
+    )
     if out_BT.numel() == 0:
         return out_BT
     for rows in row_chunks(x_BT):

@@ -96,8 +96,13 @@ def to_floats(scalars: Mapping[str, Scalar]) -> dict[str, float]:
 
 def all_to_floats(groups: Sequence[Mapping[str, Scalar]]) -> list[dict[str, float]]:
     """The same for several groups, with one transfer for all of them."""
-    parts = [scalars if isinstance(scalars, NamedScalars) else NamedScalars(scalars) for scalars in groups]
-    tensors = [value for part in parts for value in part.others.values() if isinstance(value, Tensor)]
+    parts = [
+        scalars if isinstance(scalars, NamedScalars) else NamedScalars(scalars)
+        for scalars in groups
+    ]
+    tensors = [
+        value for part in parts for value in part.others.values() if isinstance(value, Tensor)
+    ]
     vectors = {id(part.vector): part.vector for part in parts if part.vector is not None}
     with torch.no_grad():
         entries = iter(_put_in_vectors(tensors, vectors))
@@ -122,7 +127,11 @@ def _put_in_vectors(tensors: list[Tensor], vectors: dict[int, Tensor]) -> list[t
     loose: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         base = tensor._base
-        is_entry = base is not None and (id(base) in vectors or _is_short(base)) and base.dtype == tensor.dtype
+        is_entry = (
+            base is not None
+            and (id(base) in vectors or _is_short(base))
+            and base.dtype == tensor.dtype
+        )
         if base is None or not is_entry:
             loose.setdefault(tensor.dtype, []).append(number)
             continue

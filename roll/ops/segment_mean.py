@@ -40,7 +40,9 @@ class _SegmentMean(torch.autograd.Function):
         return grad_BT if keep_BT is None else torch.where(keep_BT, grad_BT, 0.0), None, None
 
 
-def _spread_sums(x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, sum_over: Tensor | None) -> Tensor:
+def _spread_sums(
+    x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, sum_over: Tensor | None
+) -> Tensor:
     """For every run: the sum of x over its entries in `sum_over` (all, if None), divided by how many it keeps."""
     out_BT = torch.empty_like(x_BT, memory_format=torch.contiguous_format)
     if out_BT.numel() == 0:
@@ -48,6 +50,8 @@ def _spread_sums(x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, sum_over
     for rows in row_chunks(x_BT):
         runs = Runs.of(mask_BT[rows])
         counts = runs.lengths if keep_BT is None else runs.sums(keep_BT[rows]).clamp(min=1)
-        sums = runs.sums(x_BT[rows] if sum_over is None else torch.where(sum_over[rows], x_BT[rows], 0.0))
+        sums = runs.sums(
+            x_BT[rows] if sum_over is None else torch.where(sum_over[rows], x_BT[rows], 0.0)
+        )
         runs.spread(sums / counts, out_BT[rows])
     return out_BT

@@ -34,7 +34,11 @@ def row_chunks(like_BT: Tensor) -> Iterator[slice]:
 
 @torch.no_grad()
 def map_valid_tokens(
-    fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], mask_BT: Tensor, *, num_results: int = 1
+    fn: Callable[..., Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    mask_BT: Tensor,
+    *,
+    num_results: int = 1,
 ) -> tuple[Tensor, ...]:
     """Apply `fn` to the valid tokens of each row. Returns its `num_results` results as (B, T) tensors, 0 where masked.
 
@@ -46,7 +50,9 @@ def map_valid_tokens(
     the valid ones. Example: mask [[0, 1, 1, 0, 1]], tensor [[9, 1, 2, 9, 4]] -> fn receives [[0, 4, 2, 1]].
     """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    outputs = tuple(torch.empty(mask_BT.shape, dtype=dtype, device=mask_BT.device) for _ in range(num_results))
+    outputs = tuple(
+        torch.empty(mask_BT.shape, dtype=dtype, device=mask_BT.device) for _ in range(num_results)
+    )
     if mask_BT.numel() == 0:
         return outputs
     for rows in row_chunks(mask_BT):
@@ -60,7 +66,9 @@ def map_valid_tokens(
 
 def _reversed_slots(mask: Tensor) -> tuple[Tensor, int]:
     """The packed column of every token, 0 for masked ones, and the number of packed columns."""
-    minus_mask = mask.view(torch.int8).neg().long()  # -1 has all bits set: masking is then a bitwise AND
+    minus_mask = (
+        mask.view(torch.int8).neg().long()
+    )  # -1 has all bits set: masking is then a bitwise AND
     slots = minus_mask.cumsum(1)
     num_slots = 1 - slots[:, -1:]
     return slots.add_(num_slots).bitwise_and_(minus_mask), int(num_slots.max())
@@ -103,7 +111,9 @@ class Runs:
 
     def sums(self, x_BT: Tensor) -> Tensor:
         """Sum over each run in float64, (N,); 0 for gaps, whatever they hold."""
-        sums = torch.segment_reduce(x_BT.flatten().double(), "sum", lengths=self.lengths, unsafe=True)
+        sums = torch.segment_reduce(
+            x_BT.flatten().double(), "sum", lengths=self.lengths, unsafe=True
+        )
         return torch.where(self.valid, sums, 0.0)
 
     def table(self, pieces: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ class Selection(NamedTuple):
         selected and no copy is asked for."""
         if self.index is None:
             return values.clone() if copy else values
-        return values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(0, self.index, values)
+        return values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(
+            0, self.index, values
+        )
 
 
 def select(
@@ -51,10 +53,16 @@ def select(
     """
     for name, tensor in (("mask", mask), (labels_name, labels)):
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}: one entry per position")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}: one entry per position"
+            )
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the model's output is on {device}: move one of them")
-    if labels is not None and (labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()):
+            raise ValueError(
+                f"{name} is on {tensor.device}, the model's output is on {device}: move one of them"
+            )
+    if labels is not None and (
+        labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()
+    ):
         raise ValueError(f"{labels_name} has dtype {labels.dtype}, expected integers")
 
     labels = None if labels is None else labels.reshape(-1).long().contiguous()
@@ -109,7 +117,12 @@ class LabelCheck:
 
 
 def _label_error(
-    bad: Tensor, labels: Tensor, shape: torch.Size, vocab_size: int, labels_name: str, label_shift: int
+    bad: Tensor,
+    labels: Tensor,
+    shape: torch.Size,
+    vocab_size: int,
+    labels_name: str,
+    label_shift: int,
 ) -> IndexError:
     positions = bad.nonzero().squeeze(1).tolist()
     coordinates = [int(i) for i in torch.unravel_index(torch.tensor(positions[0]), shape)]

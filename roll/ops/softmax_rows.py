@@ -57,9 +57,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_blocks(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
+def row_blocks(
+    num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[slice]:
     """Slices of rows whose copy in the accumulation dtype is about `block_bytes`; one empty slice for no rows."""
-    step = max(1, piece_limits(device).block_bytes // (num_columns * accumulation_dtype(dtype).itemsize))
+    step = max(
+        1, piece_limits(device).block_bytes // (num_columns * accumulation_dtype(dtype).itemsize)
+    )
     starts = range(0, max(1, num_rows), step)
     return (slice(start, min(start + step, num_rows)) for start in starts)
 
@@ -76,7 +80,11 @@ class LogitTransform:
         for name in ("temperature", "scale", "soft_cap"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                hint = " (greedy decoding has no log-probs to train on: use 1.0)" if name == "temperature" else ""
+                hint = (
+                    " (greedy decoding has no log-probs to train on: use 1.0)"
+                    if name == "temperature"
+                    else ""
+                )
                 raise ValueError(f"{name}={value} must be positive and finite{hint}")
 
     @property
@@ -97,7 +105,9 @@ class LogitTransform:
         """(x, k) with y = k * x: x is `raw` itself, or a fresh tanh of it in the accumulation dtype."""
         if self.inner is None:
             return raw, self.factor
-        return raw.to(accumulation_dtype(raw.dtype), copy=True).mul_(self.inner).tanh_(), self.factor
+        return raw.to(accumulation_dtype(raw.dtype), copy=True).mul_(
+            self.inner
+        ).tanh_(), self.factor
 
 
 class RowStatistics(NamedTuple):
@@ -135,12 +145,21 @@ class RunningStatistics:
         like: Tensor,
     ) -> None:
         """labels: (num_rows,) or None; `like` has the dtype and the device of the logits."""
-        self.num_columns, self.labels, self.transform, self.with_entropy = num_columns, labels, transform, with_entropy
+        self.num_columns, self.labels, self.transform, self.with_entropy = (
+            num_columns,
+            labels,
+            transform,
+            with_entropy,
+        )
         self.kernels = kernels_for(like)
-        new = functools.partial(torch.empty, dtype=accumulation_dtype(like.dtype), device=like.device)
+        new = functools.partial(
+            torch.empty, dtype=accumulation_dtype(like.dtype), device=like.device
+        )
         self.state = new(4, num_rows)  # top, total, moment, label's x; written by the first slice
         self.statistics = RowStatistics(
-            new(num_rows), None if labels is None else new(num_rows), new(num_rows) if with_entropy else None
+            new(num_rows),
+            None if labels is None else new(num_rows),
+            new(num_rows) if with_entropy else None,
         )
 
     def add(
@@ -161,18 +180,30 @@ class RunningStatistics:
         results = self.statistics.rows(rows)
         is_last = first_column + raw.shape[1] == self.num_columns
         if self.kernels is not None:
-            self.kernels.statistics_(state, results, raw, labels, row_numbers, first_column, is_last, self.transform)
+            self.kernels.statistics_(
+                state, results, raw, labels, row_numbers, first_column, is_last, self.transform
+            )
             return
         overwrite = overwrite and raw.dtype == accumulation_dtype(raw.dtype)
         blocks = row_blocks(state.shape[1], raw.shape[1], raw.dtype, raw.device)
-        needs_temporaries = not overwrite or self.with_entropy or self.transform.soft_cap is not None
+        needs_temporaries = (
+            not overwrite or self.with_entropy or self.transform.soft_cap is not None
+        )
         for block in blocks if needs_temporaries or row_numbers is not None else [slice(None)]:
             part = raw[block] if row_numbers is None else raw.index_select(0, row_numbers[block])
-            self._add_block(part, None if labels is None else labels[block], state[:, block], first_column, overwrite)
+            self._add_block(
+                part,
+                None if labels is None else labels[block],
+                state[:, block],
+                first_column,
+                overwrite,
+            )
         if is_last:
             self._finish(state, results)
 
-    def _add_block(self, raw: Tensor, labels: Tensor | None, state: Tensor, first_column: int, overwrite: bool) -> None:
+    def _add_block(
+        self, raw: Tensor, labels: Tensor | None, state: Tensor, first_column: int, overwrite: bool
+    ) -> None:
         top, total, moment, at_label = state
         logits, factor = self.transform.unscaled(raw)
         if labels is not None:
@@ -180,7 +211,11 @@ class RunningStatistics:
             inside = (columns >= 0) & (columns < raw.shape[1])
             found = logits.gather(1, columns.clamp(0, raw.shape[1] - 1)).to(state.dtype)
             # Where the label is in another slice, what that one wrote stays; before the first slice there is nothing.
-            at_label.copy_(found[:, 0] if first_column == 0 else torch.where(inside, found, at_label[:, None])[:, 0])
+            at_label.copy_(
+                found[:, 0]
+                if first_column == 0
+                else torch.where(inside, found, at_label[:, None])[:, 0]
+            )
         peak = logits.amax(1).to(state.dtype)
         if first_column > 0:
             peak = torch.maximum(peak, top)
@@ -208,11 +243,15 @@ class RunningStatistics:
     def _finish(self, state: Tensor, results: RowStatistics) -> None:
         top, total, moment, at_label = state
         reference = _finite(top)
-        mass = total.masked_fill(total == 0, 1.0)  # only in a row with nothing but -inf: no mass, normaliser 0
+        mass = total.masked_fill(
+            total == 0, 1.0
+        )  # only in a row with nothing but -inf: no mass, normaliser 0
         log_mass = mass.log()
         torch.add(log_mass, reference, alpha=self.transform.factor, out=results.log_normalizer)
         if results.log_probs is not None:
-            torch.add(-log_mass, at_label - reference, alpha=self.transform.factor, out=results.log_probs)
+            torch.add(
+                -log_mass, at_label - reference, alpha=self.transform.factor, out=results.log_probs
+            )
         if results.entropy is not None:
             torch.sub(log_mass, moment / mass, out=results.entropy)
 
@@ -239,7 +278,9 @@ class RowGradients(NamedTuple):
         )
 
 
-def row_gradient_(raw: Tensor, rows: RowGradients, transform: LogitTransform, first_column: int = 0) -> None:
+def row_gradient_(
+    raw: Tensor, rows: RowGradients, transform: LogitTransform, first_column: int = 0
+) -> None:
     """Overwrites raw logits (R, C), the columns from `first_column` on, with the gradient with respect to them.
 
     With g and e the gradients that arrive at log-prob and entropy, and y the logits of the softmax:
@@ -255,13 +296,17 @@ def row_gradient_(raw: Tensor, rows: RowGradients, transform: LogitTransform, fi
     blocks = row_blocks(raw.shape[0], raw.shape[1], raw.dtype, raw.device)
     for block in [slice(None)] if in_place and per_log_prob is None else blocks:
         logits, factor = transform.unscaled(raw[block])
-        log_probs = torch.add(-log_normalizer[block, None], logits, alpha=factor, out=logits if in_place else None)
+        log_probs = torch.add(
+            -log_normalizer[block, None], logits, alpha=factor, out=logits if in_place else None
+        )
         weights = constant[block, None]
         if per_log_prob is not None:
             log_probs.clamp_(min=LOG_OF_ZERO)
             weights = torch.addcmul(weights, log_probs, per_log_prob[block, None])
         if transform.soft_cap is not None:
-            weights = weights * logits.square_().neg_().add_(1.0)  # here `logits` is the tanh, and ours to overwrite
+            weights = weights * logits.square_().neg_().add_(
+                1.0
+            )  # here `logits` is the tanh, and ours to overwrite
         torch.mul(log_probs.exp_(), weights, out=raw[block])
     if rows.labels is None or at_label is None:
         return
@@ -269,10 +314,14 @@ def row_gradient_(raw: Tensor, rows: RowGradients, transform: LogitTransform, fi
     inside = (columns >= 0) & (columns < raw.shape[1])
     columns.clamp_(0, raw.shape[1] - 1)
     # Every row writes; one whose label is elsewhere writes what is there already: no host sync to find out which.
-    raw.scatter_(1, columns, torch.where(inside, at_label.unsqueeze(1).to(raw.dtype), raw.gather(1, columns)))
+    raw.scatter_(
+        1, columns, torch.where(inside, at_label.unsqueeze(1).to(raw.dtype), raw.gather(1, columns))
+    )
 
 
-def _row_coefficients(rows: RowGradients, transform: LogitTransform) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _row_coefficients(
+    rows: RowGradients, transform: LogitTransform
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(a, b, c) with dL/dz_j = p_j * (a + b * log p_j), times 1 - tanh^2 under a cap, and dL/dz_label = c.
 
     The label's entry comes from its saved log-prob, with -expm1(log p) for 1 - p: in bfloat16, 1 minus a rounded p
@@ -293,7 +342,9 @@ def _row_coefficients(rows: RowGradients, transform: LogitTransform) -> tuple[Te
             log_probs = statistics.log_probs.clamp(min=LOG_OF_ZERO)
             at_label = at_label - rows.entropy * log_probs.exp() * (log_probs + statistics.entropy)
         if transform.soft_cap is not None:
-            squashed = (statistics.log_probs + statistics.log_normalizer) * (transform.temperature / transform.soft_cap)
+            squashed = (statistics.log_probs + statistics.log_normalizer) * (
+                transform.temperature / transform.soft_cap
+            )
             at_label = at_label * (1.0 - squashed.square())
         at_label = at_label * transform.slope
     return constant * transform.slope, per_log_prob, at_label

@@ -65,7 +65,11 @@ class TokenLossInputs(NamedTuple):
 
 def can_fuse(log_probs_BT: Tensor, entropy_BT: Tensor | None, inputs: TokenLossInputs) -> bool:
     """Whether `token_loss` can do it: everything on one GPU, no float64, and nothing else wants a gradient."""
-    if not log_probs_BT.is_cuda or log_probs_BT.numel() == 0 or triton_module("triton_token_loss") is None:
+    if (
+        not log_probs_BT.is_cuda
+        or log_probs_BT.numel() == 0
+        or triton_module("triton_token_loss") is None
+    ):
         return False
     fixed = [value for value in inputs if isinstance(value, Tensor)]
     for tensor in (log_probs_BT, *([] if entropy_BT is None else [entropy_BT]), *fixed):
@@ -88,18 +92,33 @@ def token_loss(
     if has_graph and entropy_BT is not None and entropy_BT.requires_grad and kind.entropy_coef != 0:
         entropy_gradient = torch.empty(shape.numel(), device=device)
     results = torch.empty(len(RESULTS), dtype=torch.float64, device=device)
-    with torch.cuda.device_of(log_probs_BT):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(
+        log_probs_BT
+    ):  # Triton launches on the current device, which may be another
         loss = _function_with_gradient((log_probs_BT, gradient), (entropy_BT, entropy_gradient))
         if loss is None:
             loss = torch.empty((), device=device)
-        _launch(log_probs_BT, entropy_BT, inputs, kind, gradient, entropy_gradient, results, loss.detach())
+        _launch(
+            log_probs_BT,
+            entropy_BT,
+            inputs,
+            kind,
+            gradient,
+            entropy_gradient,
+            results,
+            loss.detach(),
+        )
     return loss, results
 
 
 def _function_with_gradient(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
     """A scalar whose gradient by the first of each pair is the second, which nobody has written yet: their dot product,
     of any value so far. Its backward is torch's own, which takes a fraction of the time of a Python function's."""
-    terms = [torch.dot(x.reshape(-1).float(), slope) for x, slope in pairs if x is not None and slope is not None]
+    terms = [
+        torch.dot(x.reshape(-1).float(), slope)
+        for x, slope in pairs
+        if x is not None and slope is not None
+    ]
     return sum(terms[1:], terms[0]) if terms else None
 
 
@@ -120,16 +139,27 @@ def _launch(
     rows = [
         _rows(tensor)
         for tensor in (
-            *(log_probs_BT, inputs.old_log_probs_BT, inputs.advantages_BT, inputs.mask_BT, inputs.keep_BT),
+            *(
+                log_probs_BT,
+                inputs.old_log_probs_BT,
+                inputs.advantages_BT,
+                inputs.mask_BT,
+                inputs.keep_BT,
+            ),
             *(inputs.is_weight_BT, inputs.ref_log_probs_BT, entropy_BT),
         )
     ]
-    table = torch.zeros(1 + num_rows * kernels.NUM_COLUMNS.value, dtype=torch.float64, device=results.device)
+    table = torch.zeros(
+        1 + num_rows * kernels.NUM_COLUMNS.value, dtype=torch.float64, device=results.device
+    )
     # Means of runs, and gradients through them, on their way.
     scope = kind.ratio_type.removesuffix("_token")
     spread = torch.empty(num_rows, width, device=results.device) if scope == "segment" else None
     weights = None if inputs.sample_weights_B is None else inputs.sample_weights_B.contiguous()
-    bounds = -math.inf if kind.low is None else kind.low, math.inf if kind.high is None else kind.high
+    bounds = (
+        -math.inf if kind.low is None else kind.low,
+        math.inf if kind.high is None else kind.high,
+    )
     tile = max(16, min(TILE, 1 << (width - 1).bit_length()))
     kernels.token_loss_kernel[(num_rows,)](
         *rows,

@@ -19,17 +19,40 @@ _LOG2_E = 1.4426950408889634
 
 
 def decode_attention(
-    query_RHD: Tensor, keys_RKTD: Tensor, values_RKTD: Tensor, first_R: Tensor, stop: Tensor, scale: float
+    query_RHD: Tensor,
+    keys_RKTD: Tensor,
+    values_RKTD: Tensor,
+    first_R: Tensor,
+    stop: Tensor,
+    scale: float,
 ) -> Tensor:
     num_rows, num_heads, head_dim = query_RHD.shape
     num_kv_heads = keys_RKTD.shape[1]
     out_RHD = torch.empty(query_RHD.shape, dtype=query_RHD.dtype, device=query_RHD.device)
     num_groups = num_heads // num_kv_heads
     launch: Any = _decode_kernel[(num_rows, num_kv_heads)]
-    with torch.cuda.device_of(query_RHD):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(
+        query_RHD
+    ):  # Triton launches on the current device, which may be another
         launch(
-            *(query_RHD, *query_RHD.stride(), keys_RKTD, *keys_RKTD.stride(), values_RKTD, *values_RKTD.stride()),
-            *(out_RHD, out_RHD.stride(0), out_RHD.stride(1), first_R, stop, scale * _LOG2_E, num_groups, head_dim),
+            *(
+                query_RHD,
+                *query_RHD.stride(),
+                keys_RKTD,
+                *keys_RKTD.stride(),
+                values_RKTD,
+                *values_RKTD.stride(),
+            ),
+            *(
+                out_RHD,
+                out_RHD.stride(0),
+                out_RHD.stride(1),
+                first_R,
+                stop,
+                scale * _LOG2_E,
+                num_groups,
+                head_dim,
+            ),
             GROUPS=max(_LEAST, triton.next_power_of_2(num_groups)),
             SIZE=max(_LEAST, triton.next_power_of_2(head_dim)),
             TILE=_TILE,
@@ -48,7 +71,11 @@ def _decode_kernel(
     group, d, t = tl.arange(0, GROUPS), tl.arange(0, SIZE), tl.arange(0, TILE)
     heads = head * num_groups + group
     is_query = (group < num_groups)[:, None] & (d < head_dim)[None, :]
-    q = tl.load(query + row * query_r + heads[:, None] * query_h + d[None, :] * query_d, mask=is_query, other=0.0)
+    q = tl.load(
+        query + row * query_r + heads[:, None] * query_h + d[None, :] * query_d,
+        mask=is_query,
+        other=0.0,
+    )
     keys += row * keys_r + head * keys_k
     values += row * values_r + head * values_k
     begin, end = tl.load(first + row), tl.load(stop)
@@ -60,7 +87,9 @@ def _decode_kernel(
         is_there = column < end
         inside = is_there[:, None] & (d < head_dim)[None, :]
         k = tl.load(keys + column[:, None] * keys_t + d[None, :] * keys_d, mask=inside, other=0.0)
-        v = tl.load(values + column[:, None] * values_t + d[None, :] * values_d, mask=inside, other=0.0)
+        v = tl.load(
+            values + column[:, None] * values_t + d[None, :] * values_d, mask=inside, other=0.0
+        )
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * slope
         score = tl.where(is_there[None, :], score, float("-inf"))
         peak = tl.maximum(top, tl.max(score, axis=1))

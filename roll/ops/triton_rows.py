@@ -235,7 +235,9 @@ def gradient(
     row_numbers[i] and out_row_numbers[i] are its rows there, and slots[i] its entry of `rows`, -1 for a row of zeros;
     where an argument is None, i itself.
     """
-    num_rows = next((len(n) for n in (slots, row_numbers, out_row_numbers) if n is not None), out.shape[0])
+    num_rows = next(
+        (len(n) for n in (slots, row_numbers, out_row_numbers) if n is not None), out.shape[0]
+    )
     if num_rows == 0 or out.shape[1] == 0:
         return
     statistics = rows.statistics
@@ -288,7 +290,9 @@ def _expm1(x):
 
 
 @triton.jit
-def _label_gradient(log_prob, entropy, grad_log_prob, grad_entropy, slope, WITH_ENTROPY: tl.constexpr):
+def _label_gradient(
+    log_prob, entropy, grad_log_prob, grad_entropy, slope, WITH_ENTROPY: tl.constexpr
+):
     """The gradient at the label, from its saved log-prob: see `softmax_rows._row_coefficients`."""
     grad = -grad_log_prob * _expm1(log_prob)
     if WITH_ENTROPY:
@@ -376,7 +380,9 @@ def _gradient_kernel(
         for start in range(begin, num_whole, BLOCK):
             tl.store(target + (start + offsets) * out_column_stride, zeros)
         for start in range(num_whole, end, BLOCK):
-            tl.store(target + (start + offsets) * out_column_stride, zeros, mask=start + offsets < end)
+            tl.store(
+                target + (start + offsets) * out_column_stride, zeros, mask=start + offsets < end
+            )
     else:
         source = row.to(tl.int64)
         if HAS_ROW_NUMBERS:
@@ -399,7 +405,9 @@ def _gradient_kernel(
             log_prob = tl.load(log_probs + slot)
             grad_log_prob = tl.load(grad_log_probs + slot)
             constant -= grad_log_prob * slope
-            at_label = _label_gradient(log_prob, entropy, grad_log_prob, grad_entropy, slope, WITH_ENTROPY)
+            at_label = _label_gradient(
+                log_prob, entropy, grad_log_prob, grad_entropy, slope, WITH_ENTROPY
+            )
         for start in range(begin, num_whole, BLOCK):
             x = tl.load(base + (start + offsets) * raw_column_stride).to(tl.float32)
             grad = _entry_gradient(
@@ -409,9 +417,15 @@ def _gradient_kernel(
             tl.store(target + (start + offsets) * out_column_stride, grad.to(out.dtype.element_ty))
         for start in range(num_whole, end, BLOCK):
             inside = start + offsets < end
-            x = tl.load(base + (start + offsets) * raw_column_stride, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(base + (start + offsets) * raw_column_stride, mask=inside, other=0.0).to(
+                tl.float32
+            )
             grad = _entry_gradient(
                 x, start + offsets == label, inner, factor, normalizer, constant, per_log_prob, at_label,
                 HAS_LABELS, HAS_CAP, WITH_ENTROPY,
             )  # fmt: skip
-            tl.store(target + (start + offsets) * out_column_stride, grad.to(out.dtype.element_ty), mask=inside)
+            tl.store(
+                target + (start + offsets) * out_column_stride,
+                grad.to(out.dtype.element_ty),
+                mask=inside,
+            )

@@ -48,20 +48,35 @@ def discounted_sums(
         return advantages_BT, returns_BT
     options = tile_shape(width)
     tiles = triton.cdiv(width, options["TILE"])
-    pieces = 1 if num_rows >= _ENOUGH_ROWS else min(tiles, _MAX_PIECES, max(1, _PROGRAMS // num_rows))
+    pieces = (
+        1 if num_rows >= _ENOUGH_ROWS else min(tiles, _MAX_PIECES, max(1, _PROGRAMS // num_rows))
+    )
     piece_tiles = triton.cdiv(tiles, pieces)
     pieces = triton.cdiv(tiles, piece_tiles)
     # Of every piece the map from the state behind it to the state before it: a factor and a summand.
-    maps = torch.empty(num_rows, 2, pieces, dtype=torch.float64, device=mask_BT.device) if pieces > 1 else returns_BT
+    maps = (
+        torch.empty(num_rows, 2, pieces, dtype=torch.float64, device=mask_BT.device)
+        if pieces > 1
+        else returns_BT
+    )
     values = rewards_BT if values_BT is None else values_BT
     mask = mask_BT.view(torch.uint8)
     arguments = (
         *(rewards_BT, *rewards_BT.stride(), values, *values.stride(), mask, *mask.stride()),
-        *(maps, returns_BT if advantages_BT is None else advantages_BT, returns_BT, width, piece_tiles, pieces),
+        *(
+            maps,
+            returns_BT if advantages_BT is None else advantages_BT,
+            returns_BT,
+            width,
+            piece_tiles,
+            pieces,
+        ),
         *(*_two_floats(gamma), *_two_floats(gamma * lam)),
     )
     launch: Any = _recurrence_kernel[(num_rows, pieces)]
-    with torch.cuda.device_of(mask_BT):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(
+        mask_BT
+    ):  # Triton launches on the current device, which may be another
         for is_first_pass in (True, False) if pieces > 1 else (False,):
             launch(
                 *arguments,
@@ -73,7 +88,9 @@ def discounted_sums(
     return advantages_BT, returns_BT
 
 
-def segment_means(x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, *, backward: bool) -> Tensor:
+def segment_means(
+    x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, *, backward: bool
+) -> Tensor:
     """For every run of the mask: the sum of its kept entries of x over their number, on the whole run. `backward`: the
     sum of all its entries over the number of kept ones, on the kept ones."""
     out_BT = torch.empty(x_BT.shape, dtype=x_BT.dtype, device=x_BT.device)
@@ -84,7 +101,16 @@ def segment_means(x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, *, back
     launch: Any = _segment_mean_kernel[(len(x_BT),)]
     with torch.cuda.device_of(x_BT):
         launch(
-            *(x_BT, *x_BT.stride(), mask, *mask.stride(), keep, *keep.stride(), out_BT, x_BT.shape[1]),
+            *(
+                x_BT,
+                *x_BT.stride(),
+                mask,
+                *mask.stride(),
+                keep,
+                *keep.stride(),
+                out_BT,
+                x_BT.shape[1],
+            ),
             HAS_KEEP=keep_BT is not None,
             BACKWARD=backward,
             STATE=tl.float64 if x_BT.dtype == torch.float64 else tl.float32,
@@ -109,7 +135,9 @@ def after(factor, summand, next_factor, next_summand):
 def add_in_run(count, total, next_count, next_total):
     """Numbers and sums since the last cut."""
     is_cut = next_count >= CUT
-    return tl.where(is_cut, next_count, count + next_count), tl.where(is_cut, next_total, total + next_total)
+    return tl.where(is_cut, next_count, count + next_count), tl.where(
+        is_cut, next_total, total + next_total
+    )
 
 
 @triton.jit
@@ -181,7 +209,9 @@ def _recurrence_kernel(
         behind = (number > piece) & (number < pieces)
         piece_factors = tl.load(maps + row * 2 * pieces + number, mask=behind, other=1.0)
         piece_summands = tl.load(maps + (row * 2 + 1) * pieces + number, mask=behind, other=0.0)
-        piece_factors, piece_summands = tl.associative_scan((piece_factors, piece_summands), 0, after, reverse=True)
+        piece_factors, piece_summands = tl.associative_scan(
+            (piece_factors, piece_summands), 0, after, reverse=True
+        )
         state = pick(piece_summands, number, 0)
     for i in range(piece_tiles):
         t = ((piece + 1) * piece_tiles - 1 - i) * TILE + position
@@ -190,7 +220,9 @@ def _recurrence_kernel(
         summand = decay * _load(rewards, rewards_t, t + 1, follows)
         if HAS_VALUES:
             summand += (gamma - decay) * _load(values, values_t, t + 1, follows)
-        factors, summands = tl.associative_scan((tl.where(follows, decay, 1.0), summand), 0, after, reverse=True)
+        factors, summands = tl.associative_scan(
+            (tl.where(follows, decay, 1.0), summand), 0, after, reverse=True
+        )
         states = factors * state + summands
         if MAPS_ONLY:
             factor *= pick(factors, position, 0)
@@ -242,7 +274,9 @@ def _segment_mean_kernel(
         t = (tiles - 1 - i) * TILE + position
         valid = load_mask(mask, mask_t, t, t < width)
         ends = valid & ~load_mask(mask, mask_t, t + 1, t + 1 < width)
-        means = spread_in_runs(ends, tl.load(out + t, mask=ends, other=0.0).to(STATE), mean, FROM_RIGHT)
+        means = spread_in_runs(
+            ends, tl.load(out + t, mask=ends, other=0.0).to(STATE), mean, FROM_RIGHT
+        )
         if BACKWARD and HAS_KEEP:
             valid &= load_mask(keep, keep_t, t, t < width)
         tl.store(out + t, tl.where(valid, means, 0.0), mask=t < width)

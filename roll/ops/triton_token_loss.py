@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from roll.ops.triton_scans import FROM_LEFT, FROM_RIGHT, load_mask, mean_of, pick, spread_in_runs, sums_in_runs
+from roll.ops.triton_scans import (
+    FROM_LEFT,
+    FROM_RIGHT,
+    load_mask,
+    mean_of,
+    pick,
+    spread_in_runs,
+    sums_in_runs,
+)
 
 # Columns of the table that has one line for each row of the batch.
 NUM_SUMS = tl.constexpr(11)  # these add up over rows
@@ -114,7 +122,9 @@ def _load(x, t, valid):
 
 
 @triton.jit
-def _row_means(log_probs, old, mask, keep, run_means, width, RATIO: tl.constexpr, TILE: tl.constexpr):
+def _row_means(
+    log_probs, old, mask, keep, run_means, width, RATIO: tl.constexpr, TILE: tl.constexpr
+):
     """(number of kept tokens, sum of their log-ratios); the mean of each run is left at its end."""
     position = tl.arange(0, TILE)
     row_total = tl.full((), 0.0, tl.float64)
@@ -140,7 +150,9 @@ def _row_means(log_probs, old, mask, keep, run_means, width, RATIO: tl.constexpr
 
 
 @triton.jit
-def _add_through_means(gradient, mask, keep, run_shares, row_share, width, RATIO: tl.constexpr, TILE: tl.constexpr):
+def _add_through_means(
+    gradient, mask, keep, run_shares, row_share, width, RATIO: tl.constexpr, TILE: tl.constexpr
+):
     """Adds to the gradient of each kept token its share of what reached the mean of its run, or of its row."""
     position = tl.arange(0, TILE)
     share = row_share
@@ -151,7 +163,9 @@ def _add_through_means(gradient, mask, keep, run_shares, row_share, width, RATIO
         shares = tl.zeros_like(position).to(tl.float32) + share
         if RATIO == "segment":
             starts = valid & ~load_mask(mask, 1, t - 1, (t > 0) & (t < width))
-            shares = spread_in_runs(starts, tl.load(run_shares + t, mask=starts, other=0.0), shares, FROM_LEFT)
+            shares = spread_in_runs(
+                starts, tl.load(run_shares + t, mask=starts, other=0.0), shares, FROM_LEFT
+            )
             share = pick(shares, position, TILE - 1)
         direct = tl.load(gradient + t, mask=kept, other=0.0)
         tl.store(gradient + t, direct + shares, mask=kept)
@@ -168,7 +182,11 @@ def _add_rows(lines, num_rows, results, loss, pg_coef, kl_coef, entropy_coef):
     for start in range(0, num_rows, 64):
         row = start + tl.arange(0, 64)
         inside = (row < num_rows)[:, None] & (column < NUM_COLUMNS)[None, :]
-        found = tl.load(lines + row[:, None].to(tl.int64) * NUM_COLUMNS + column[None, :], mask=inside, other=0.0)
+        found = tl.load(
+            lines + row[:, None].to(tl.int64) * NUM_COLUMNS + column[None, :],
+            mask=inside,
+            other=0.0,
+        )
         sums += tl.sum(found, axis=0)
         largest = tl.maximum(largest, tl.max(tl.where(inside, found, float("-inf")), axis=0))
         smallest = tl.minimum(smallest, tl.min(tl.where(inside, found, float("inf")), axis=0))
@@ -262,7 +280,9 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
             mean = tl.where(kept, (row_total / divisor).to(tl.float32), 0.0)
         elif RATIO == "segment":
             ends = valid & ~behind
-            means = spread_in_runs(ends, tl.load(spread + t, mask=ends, other=0.0), run_mean, FROM_RIGHT)
+            means = spread_in_runs(
+                ends, tl.load(spread + t, mask=ends, other=0.0), run_mean, FROM_RIGHT
+            )
             run_mean = pick(means, position, 0)
             mean = tl.where(kept, means, 0.0)
         log_ratio = _clamp(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -294,7 +314,9 @@ def token_loss_kernel(  # noqa: PLR0915, all of it shares what one read brought
             if THROUGH_MEANS and RATIO == "sequence":
                 through_mean += tl.sum(indirect)
             elif THROUGH_MEANS and RATIO == "segment":
-                counts, totals = sums_in_runs(kept, indirect, valid & behind, run_count, run_total, FROM_RIGHT)
+                counts, totals = sums_in_runs(
+                    kept, indirect, valid & behind, run_count, run_total, FROM_RIGHT
+                )
                 run_total = pick(totals, position, 0)
                 run_count = pick(counts, position, 0)
                 # What each token of a run receives waits at its start. No end of a run is still needed there.

@@ -93,7 +93,9 @@ class BasePipeline:
         self.pipeline_config: Any = config.model_copy(
             update={
                 "output_dir": str(self.run_dir),
-                "resume_from_checkpoint": False if self.checkpoint is None else str(self.checkpoint),
+                "resume_from_checkpoint": False
+                if self.checkpoint is None
+                else str(self.checkpoint),
             }
         )
         self.resource_manager = ResourceManager(
@@ -115,17 +117,25 @@ class BasePipeline:
         # Also where a subclass's constructor fails, or an exception ends a program that never calls `close`.
         weakref.finalize(self, _mark_failed, self._folder)
         history = None if self.checkpoint is None else self.checkpoint.parent.parent / METRICS_FILE
-        self.run_log: RunLog | None = RunLog(self.run_dir, config, first_step=self.global_step, history=history)
+        self.run_log: RunLog | None = RunLog(
+            self.run_dir, config, first_step=self.global_step, history=history
+        )
         if self.checkpoint is not None:
             logger.info("continuing from %s with step %d", self.checkpoint, self.global_step)
         elif config.resume_from_checkpoint:
-            logger.info("there is no checkpoint of %s in %s yet: a new run", config.exp_name, config.output_dir)
+            logger.info(
+                "there is no checkpoint of %s in %s yet: a new run",
+                config.exp_name,
+                config.output_dir,
+            )
 
     def _describe_run(self, config: BaseConfig) -> None:
         """config.yaml is the user's, with every default: it starts a run like this one."""
         text = dump_yaml(config.model_copy(update={"resume_from_checkpoint": False}))
         (self.run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
-        overrides = [word for word in sys.argv[2:] if "=" in word] if sys.argv[1:2] == ["train"] else []
+        overrides = (
+            [word for word in sys.argv[2:] if "=" in word] if sys.argv[1:2] == ["train"] else []
+        )
         self._folder.update_info(
             pipeline=getattr(config, "pipeline", type(self).__name__),
             started=self._folder.info().get("started", now()),
@@ -144,17 +154,24 @@ class BasePipeline:
         """The workers of a role, constructed and not yet initialized. GPUs that do not exist are an error here."""
         roles = self.pipeline_config.active_roles()
         if role_name not in roles:
-            raise ConfigError(f"{role_name} is no role of this run; its roles are {', '.join(roles)}")
+            raise ConfigError(
+                f"{role_name} is no role of this run; its roles are {', '.join(roles)}"
+            )
         role = roles[role_name]
         if role.worker_cls is None:
-            raise ConfigError(f"{self.pipeline_config.key_of(role_name)}.worker_cls: missing; name a worker class")
+            raise ConfigError(
+                f"{self.pipeline_config.key_of(role_name)}.worker_cls: missing; name a worker class"
+            )
         cluster = Cluster(role_name, role.worker_cls, self.resource_manager, role)
         self._clusters.append(cluster)
         return cluster
 
     def initialize(self, *clusters: Cluster) -> None:
         """Build the models of these clusters, all at the same time; roles that train load the resumed checkpoint."""
-        pending = [(cluster, cluster.execute_all_async("initialize", self.pipeline_config)) for cluster in clusters]
+        pending = [
+            (cluster, cluster.execute_all_async("initialize", self.pipeline_config))
+            for cluster in clusters
+        ]
         for cluster, refs in pending:
             cluster.gather(refs, "initialize")
 
@@ -163,7 +180,9 @@ class BasePipeline:
         cluster.shutdown()
         self._clusters.remove(cluster)
 
-    def set_model_update_pair(self, src_cluster: Cluster, tgt_cluster: Cluster, frequency: int = 1) -> None:
+    def set_model_update_pair(
+        self, src_cluster: Cluster, tgt_cluster: Cluster, frequency: int = 1
+    ) -> None:
         """`model_update` brings the weights of `tgt_cluster` to those of `src_cluster`, every `frequency` steps."""
         self._update_pairs.append((src_cluster, tgt_cluster, frequency))
 
@@ -175,7 +194,9 @@ class BasePipeline:
                 ModelUpdateGroup(source, target, frequency=frequency, bucket_megabytes=megabytes)
                 for source, target, frequency in self._update_pairs
             ]
-        return reduce_metrics_list([group.model_update(global_step) for group in self._update_groups])
+        return reduce_metrics_list(
+            [group.model_update(global_step) for group in self._update_groups]
+        )
 
     def set_checkpoint_clusters(self, *clusters: Cluster) -> None:
         """The clusters that `save_checkpoint` saves; the first of them holds the model that a run is about."""
@@ -206,8 +227,12 @@ class BasePipeline:
         """The steps that are left, with a progress bar. Ends early after `stop`, or when Ctrl-C asks for it."""
         max_steps = self.pipeline_config.max_steps
         if self.global_step >= max_steps:
-            logger.warning("step %d of %d: there is nothing left to train", self.global_step, max_steps)
-        progress = StepProgress(max_steps, self.global_step, self.progress_metrics, show=self._show_progress)
+            logger.warning(
+                "step %d of %d: there is nothing left to train", self.global_step, max_steps
+            )
+        progress = StepProgress(
+            max_steps, self.global_step, self.progress_metrics, show=self._show_progress
+        )
         with self._finishing_on_signals(), progress:
             self._progress = progress
             while self.global_step < max_steps and self._stop_reason is None:
@@ -222,14 +247,20 @@ class BasePipeline:
         """Log what happened in this step, show it, and save a checkpoint if one is due."""
         self.global_step = done = step + 1
         config = self.pipeline_config
-        is_due = done % config.save_steps == 0 or done == config.max_steps or self._stop_reason is not None
+        is_due = (
+            done % config.save_steps == 0
+            or done == config.max_steps
+            or self._stop_reason is not None
+        )
         # Models come before the step's line, which has their times; what makes the checkpoint complete comes after it,
         # so that a run that goes on from there has the line.
         if is_due:
             self._save_models()
         self.log(step, {**metrics, "system/step": done})
         if self._progress is not None:
-            self._progress.update(done, {untagged(name): value for name, value in self.logged.items()})
+            self._progress.update(
+                done, {untagged(name): value for name, value in self.logged.items()}
+            )
         if is_due:
             self._complete_checkpoint()
         if self._saved_step == done or time.monotonic() - self._info_written > _INFO_INTERVAL:
@@ -240,7 +271,9 @@ class BasePipeline:
         """Reduce metrics to numbers and write them as one line for `step`, with the times of a checkpoint before it."""
         reduced = reduce_metrics({**metrics, **self._pending})
         self._pending = {}
-        self.logged = {name: value for name, value in reduced.items() if isinstance(value, float | int)}
+        self.logged = {
+            name: value for name, value in reduced.items() if isinstance(value, float | int)
+        }
         assert self.run_log is not None, "the run is closed"
         self.run_log.log(step, self.logged)
         return self.logged
@@ -290,7 +323,9 @@ class BasePipeline:
 
     def _complete_checkpoint(self) -> None:
         limit, done = self.pipeline_config.max_ckpt_to_keep, self.global_step
-        save_pipeline_state(self.run_dir, done, self.states(), max_ckpt_to_keep=limit, keep_steps=self.kept_steps)
+        save_pipeline_state(
+            self.run_dir, done, self.states(), max_ckpt_to_keep=limit, keep_steps=self.kept_steps
+        )
         self._saved_step = done
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -321,10 +356,14 @@ class BasePipeline:
         if self.is_interrupted and self._saved_step is not None:
             lines.append(f"To go on: {resume_command(self.run_dir)}")
         lines += [result] if result else []
-        lines += [f"Model: {model}"] if model is not None and (model.parent / PIPELINE).is_dir() else []
+        lines += (
+            [f"Model: {model}"] if model is not None and (model.parent / PIPELINE).is_dir() else []
+        )
         lines += [f"Report: {report}"] if report is not None else []
         if self._show_progress is not False:
-            Console(highlight=False, soft_wrap=True).print("\n".join(lines) or f"Run: {self.run_dir}", markup=False)
+            Console(highlight=False, soft_wrap=True).print(
+                "\n".join(lines) or f"Run: {self.run_dir}", markup=False
+            )
 
     def close(self, status: Status = "stopped") -> None:
         """End workers and trackers and write `status` to run.json. Safe to call again; the first status counts."""
@@ -336,13 +375,19 @@ class BasePipeline:
             cluster.shutdown()
         seconds = round(time.monotonic() - self._started, 3)
         self._folder.update_info(
-            status=status, last_step=self.global_step, ended=now(), seconds=seconds, summary=_plain(self.summary)
+            status=status,
+            last_step=self.global_step,
+            ended=now(),
+            seconds=seconds,
+            summary=_plain(self.summary),
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         stopped = kind is None or issubclass(kind, KeyboardInterrupt)
         self.close("stopped" if stopped else "failed")
 
@@ -373,7 +418,9 @@ class BasePipeline:
             self._stop_reason = INTERRUPTED
             self.say("Finishing this step, then saving. Once more stops at once.")
 
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:

@@ -31,7 +31,12 @@ from roll.pipeline.loss_io import (
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column, loss_mask
 from roll.utils.metrics.reduction import append_to_dict, flatten_sum
-from roll.utils.train_infer_corrections import FILTER_MASK, IS_WEIGHT, correction_enabled, train_infer_correction
+from roll.utils.train_infer_corrections import (
+    FILTER_MASK,
+    IS_WEIGHT,
+    correction_enabled,
+    train_infer_correction,
+)
 
 ModelOutput = Tensor | LinearLogits
 
@@ -115,7 +120,9 @@ class ActorWorker(ModelWorker):
                     first = first_update_metrics(update)
                 append_to_dict(metrics, update)
             self.clear_old_log_probs_cache()
-        return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, len(steps)) | first})
+        return DataProto(
+            meta_info={"metrics": self.step_metrics("actor", metrics, len(steps)) | first}
+        )
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
     def compute_log_probs(self, data: DataProto) -> DataProto:
@@ -129,7 +136,9 @@ class ActorWorker(ModelWorker):
             results = self.strategy.forward_step(data, self.forward_func_log_probs)
         return DataProto.from_dict(results, meta_info={"metrics": metrics})
 
-    def forward_func_log_probs(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_func_log_probs(
+        self, data: DataProto, output_tensor: ModelOutput
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BT = data["response_mask"][:, 1:].bool()
         log_probs_BT, entropy_BT = self.score(data, output_tensor, mask_BT, with_entropy=True)
         assert entropy_BT is not None
@@ -137,12 +146,16 @@ class ActorWorker(ModelWorker):
 
     # -- parts of a policy loss --------------------------------------------------------------------------------------
 
-    def policy_terms(self, data: DataProto, output_tensor: ModelOutput, mask_key: str = "response_mask") -> PolicyTerms:
+    def policy_terms(
+        self, data: DataProto, output_tensor: ModelOutput, mask_key: str = "response_mask"
+    ) -> PolicyTerms:
         """Gather what the loss needs. `mask_key` names the tokens that take part: (B, S) `response_mask`, or a column
         (B, S-1) that selects among them."""
         config = self.pipeline_config
         mask_BT = loss_mask(data, mask_key)
-        log_probs_BT, entropy_BT = self.score(data, output_tensor, mask_BT, with_entropy=config.entropy_loss_coef != 0)
+        log_probs_BT, entropy_BT = self.score(
+            data, output_tensor, mask_BT, with_entropy=config.entropy_loss_coef != 0
+        )
         if config.use_kl_loss:
             column(data, "ref_log_probs", "use_kl_loss")
         return PolicyTerms(
@@ -156,7 +169,12 @@ class ActorWorker(ModelWorker):
         )
 
     def score(
-        self, data: DataProto, output_tensor: ModelOutput, mask_BT: Tensor, *, with_entropy: bool = False
+        self,
+        data: DataProto,
+        output_tensor: ModelOutput,
+        mask_BT: Tensor,
+        *,
+        with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities of the next tokens, their entropy), each (B, S-1) and exactly 0 where `mask_BT` is."""
         mask_BS = F.pad(mask_BT, (1, 0))
@@ -182,7 +200,9 @@ class ActorWorker(ModelWorker):
         )
         if not with_entropy:
             return log_probs_BT, None
-        return log_probs_BT, self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=mask_BS)
+        return log_probs_BT, self.strategy.op_compute_entropy(
+            logits=output_tensor, attention_mask=mask_BS
+        )
 
     def policy_loss(self, terms: PolicyTerms, *, ratio_type: str, **options: Any) -> PolicyLoss:
         """The loss that the configuration describes, with ROLL's names for `ratio_type`; `options` are further
@@ -206,10 +226,14 @@ class ActorWorker(ModelWorker):
             **options,
         )
 
-    def policy_metrics(self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None) -> NamedScalars:
+    def policy_metrics(
+        self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None
+    ) -> NamedScalars:
         """ROLL's metrics of the update. With the batch, also the gap to
         the log-probabilities of sampling, if it has them."""
-        metrics = policy_metrics(loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts)
+        metrics = policy_metrics(
+            loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts
+        )
         if data is not None and "infer_logprobs" in data:
             metrics |= sampling_metrics(
                 terms.log_probs_BT, data["infer_logprobs"], loss.mask_BT, terms.counts["num_tokens"]
@@ -248,7 +272,9 @@ class ActorWorker(ModelWorker):
 
     # -- old log-probabilities ---------------------------------------------------------------------------------------
 
-    def get_old_log_probs_with_cache(self, data: DataProto, log_probs: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    def get_old_log_probs_with_cache(
+        self, data: DataProto, log_probs: Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
         """Log-probabilities of the policy before this training step, (B, S-1), without gradient.
 
         With `enable_old_logprobs_recompute` they are the column `old_log_probs`. Otherwise the policy that a sample
@@ -298,7 +324,9 @@ class ActorWorker(ModelWorker):
                 )
         if not all(hits):
             rows = log_probs_BT[mask_BT].cpu().split(lengths)
-            cache.update({uuid: row for uuid, row, hit in zip(uuids, rows, hits, strict=True) if not hit})
+            cache.update(
+                {uuid: row for uuid, row, hit in zip(uuids, rows, hits, strict=True) if not hit}
+            )
         if not any(hits):
             return log_probs_BT
         # In row-major order, the order of the rows' values one after the other.
@@ -309,8 +337,15 @@ class ActorWorker(ModelWorker):
 
 def first_update_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     """`actor/sampling_*` of one optimizer step, under the names `actor/first_*`."""
-    renamed = {key: key.replace("actor/sampling_", "actor/first_", 1) for key in metrics if "/sampling_" in key}
-    return {name: flatten_sum(metrics[key]) if key.endswith("@sum") else metrics[key] for key, name in renamed.items()}
+    renamed = {
+        key: key.replace("actor/sampling_", "actor/first_", 1)
+        for key in metrics
+        if "/sampling_" in key
+    }
+    return {
+        name: flatten_sum(metrics[key]) if key.endswith("@sum") else metrics[key]
+        for key, name in renamed.items()
+    }
 
 
 class CriticWorker(ModelWorker):
@@ -347,7 +382,9 @@ class CriticWorker(ModelWorker):
             results = self.strategy.forward_step(data, self.forward_func_values)
         return DataProto.from_dict(results, meta_info={"metrics": metrics})
 
-    def forward_func_values(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_func_values(
+        self, data: DataProto, output_tensor: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         values_BT = select(self.predicted_values(output_tensor), data["response_mask"][:, 1:])
         return values_BT, {"values": values_BT}
 
@@ -382,15 +419,20 @@ class RewardWorker(ModelWorker):
             rewards_B = self.strategy.forward_step(data, self.forward_func_rewards)["rewards"]
         tokens_BT = torch.zeros(len(data), data["attention_mask"].shape[1] - 1)
         return DataProto.from_dict(
-            {"response_level_rewards": rewards_B, "token_level_rewards": tokens_BT}, meta_info={"metrics": metrics}
+            {"response_level_rewards": rewards_B, "token_level_rewards": tokens_BT},
+            meta_info={"metrics": metrics},
         )
 
     @staticmethod
-    def forward_func_rewards(data: DataProto, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_func_rewards(
+        data: DataProto, output_tensor: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The score of a sequence classifier (rows, 1), or of a token classifier (rows, S, 1) at the last token."""
         scores_B = output_tensor.squeeze(-1).float()
         if scores_B.ndim == 2:
             attended = data["attention_mask"]
-            last_B = (torch.arange(attended.shape[1], device=attended.device) * (attended != 0)).argmax(1)
+            last_B = (
+                torch.arange(attended.shape[1], device=attended.device) * (attended != 0)
+            ).argmax(1)
             scores_B = scores_B.gather(1, last_B[:, None])[:, 0]
         return scores_B, {"rewards": scores_B}

@@ -25,7 +25,9 @@ class EngineGate:
     def __init__(self, engine: Cluster, changed: threading.Condition | None = None) -> None:
         self.engine = engine
         # In one process an abort comes through without a thread of its own for the generation, which would slow both.
-        self._generate = engine.answer_requests if engine.backend_name == "local" else engine.generate_requests
+        self._generate = (
+            engine.answer_requests if engine.backend_name == "local" else engine.generate_requests
+        )
         self.is_open = True
         self.is_busy = False
         self._is_closed = False

@@ -24,7 +24,11 @@ def dispatch_requests(cluster: Grid, requests: list[GenerationRequest]) -> RankA
 
 def collect_outputs(cluster: Grid, output: list[Any]) -> list[Any]:
     """The outputs of all ranks, one after the other; references of a call that still runs stay a list of references."""
-    return list(chain.from_iterable(output)) if all(isinstance(share, list) for share in output) else output
+    return (
+        list(chain.from_iterable(output))
+        if all(isinstance(share, list) for share in output)
+        else output
+    )
 
 
 # Functions instead of a mode, because a list of requests need not divide by the number of workers.
@@ -48,7 +52,10 @@ class InferWorker(ModelWorker):
         with self.timed("generate", metrics):
             result = generate_with_retry(self.strategy.generation_engine, requests)
         metrics[f"{self.cluster_name}/generate/num_retried@sum"] = result.num_retried
-        metrics |= {f"{self.cluster_name}/generate/dropped/{why}@sum": n for why, n in result.reasons.items()}
+        metrics |= {
+            f"{self.cluster_name}/generate/dropped/{why}@sum": n
+            for why, n in result.reasons.items()
+        }
         rows = rows_of_outputs(
             requests,
             result.all_outputs,

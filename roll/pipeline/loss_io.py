@@ -72,8 +72,14 @@ def loss_counts(data: DataProto, mask_key: str, mask_BT: Tensor, config: Any) ->
     # Not a field of ROLL's configurations, so one written for them does not have it.
     norm_factor = getattr(config, "loss_norm_factor", None)
     if norm_factor is None:
-        norm_factor = meta.get("loss_norm_width")  # that of the whole step; micro-batches are trimmed to their own
-    return {"num_tokens": tokens[mask_key], "num_sequences": sequences[mask_key], "norm_factor": norm_factor}
+        norm_factor = meta.get(
+            "loss_norm_width"
+        )  # that of the whole step; micro-batches are trimmed to their own
+    return {
+        "num_tokens": tokens[mask_key],
+        "num_sequences": sequences[mask_key],
+        "norm_factor": norm_factor,
+    }
 
 
 def clip_range(config: Any) -> tuple[float, float]:
@@ -81,7 +87,9 @@ def clip_range(config: Any) -> tuple[float, float]:
     if config.use_pg_clip_range:
         return config.pg_clip_low, config.pg_clip_high
     if config.pg_clip is None:
-        raise ValueError("pg_clip is None; set it, or set use_pg_clip_range with pg_clip_low and pg_clip_high")
+        raise ValueError(
+            "pg_clip is None; set it, or set use_pg_clip_range with pg_clip_low and pg_clip_high"
+        )
     return config.pg_clip, config.pg_clip
 
 
@@ -106,21 +114,32 @@ def surrogate_of(pipeline_config: Any, worker_config: Any) -> Surrogate:
     if variant == "vanilla":
         return Reinforce()
     if variant == "topr":
-        names = {"positive_weight": "topr_positive_weight", "negative_weight": "topr_negative_weight"}
+        names = {
+            "positive_weight": "topr_positive_weight",
+            "negative_weight": "topr_negative_weight",
+        }
         return TOPR(**_given(worker_config, names))
     if variant == "tis":
-        return TruncatedIS(**_given(worker_config, {"low": "tis_lower_bound", "high": "tis_upper_bound"}))
+        return TruncatedIS(
+            **_given(worker_config, {"low": "tis_lower_bound", "high": "tis_upper_bound"})
+        )
     if variant == "cispo":
         names = {"clip_low": "cispo_epsilon_low", "clip_high": "cispo_epsilon_high"}
         return CISPO(**_given(worker_config, {**names, "drop_clipped": "cispo_use_unified_mask"}))
     if variant == "kimi15":
         return KimiK15(**_given(worker_config, {"tau": "kimi15_tau"}))
-    raise ValueError(f"unknown pg_variant {variant!r}; known: ppo, vanilla, tis, topr, cispo, kimi15")
+    raise ValueError(
+        f"unknown pg_variant {variant!r}; known: ppo, vanilla, tis, topr, cispo, kimi15"
+    )
 
 
 def _given(config: Any, fields: Mapping[str, str]) -> dict[str, Any]:
     """Arguments from those fields that the configuration has; ROLL reads these as options without declaring them."""
-    return {argument: getattr(config, name) for argument, name in fields.items() if hasattr(config, name)}
+    return {
+        argument: getattr(config, name)
+        for argument, name in fields.items()
+        if hasattr(config, name)
+    }
 
 
 def policy_metrics(loss: PolicyLoss, *, agg_mode: str, counts: LossCounts) -> NamedScalars:
@@ -158,7 +177,9 @@ def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
     `rollout/logprob_gap/mean` and `/max` are |log p_train - log p_sampling| over response tokens, and
     `actor/first_ratio_error` is the mean of |p_train / p_sampling - 1|. {} where the engine gave no log-probabilities.
     """
-    reduced = reduce_metrics({key: value for key, value in metrics.items() if key.startswith("actor/first_")})
+    reduced = reduce_metrics(
+        {key: value for key, value in metrics.items() if key.startswith("actor/first_")}
+    )
     if "actor/first_gap@sum" not in reduced:
         return {}
     return {

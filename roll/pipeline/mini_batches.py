@@ -24,10 +24,18 @@ def balance_ranks(batch: DataProto, num_ranks: int, unit: int = 1) -> DataProto:
     Where the ranks do not divide the rows, the first ranks get one more, as `DataProto.chunk` deals them.
     Example: rows of 8, 8, 1 and 1 tokens on 2 ranks -> one long and one short row each.
     """
-    if len(batch) % unit or len(batch) < num_ranks * unit or (unit > 1 and len(batch) % (num_ranks * unit)):
-        raise ValueError(f"{len(batch)} rows cannot be dealt to {num_ranks} ranks in units of {unit} rows")
+    if (
+        len(batch) % unit
+        or len(batch) < num_ranks * unit
+        or (unit > 1 and len(batch) % (num_ranks * unit))
+    ):
+        raise ValueError(
+            f"{len(batch)} rows cannot be dealt to {num_ranks} ranks in units of {unit} rows"
+        )
     numbers = torch.arange(len(batch))
-    numbered = DataProto(batch=batch.batch, non_tensor_batch=batch.non_tensor_batch, meta_info=batch.meta_info)
+    numbered = DataProto(
+        batch=batch.batch, non_tensor_batch=batch.non_tensor_batch, meta_info=batch.meta_info
+    )
     numbered = numbered.slice()
     numbered[ROW_NUMBER] = numbers
     if num_ranks == 1:
@@ -76,7 +84,11 @@ def local_rows_of_steps(
         is_cut = units_per_step < num_units if num_steps is None else num_steps > 1
         if is_cut:
             order = torch.randperm(num_units, generator=generator)
-        parts = order.split(units_per_step) if num_steps is None else order.tensor_split(min(num_steps, num_units))
+        parts = (
+            order.split(units_per_step)
+            if num_steps is None
+            else order.tensor_split(min(num_steps, num_units))
+        )
         for units in parts:
             rows = (units[:, None] * unit + torch.arange(unit)).flatten().tolist()
             yield [local[row] for row in rows if row in local]

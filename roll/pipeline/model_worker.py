@@ -33,7 +33,9 @@ class ModelWorker(Worker):
         super().initialize(pipeline_config)
         self.strategy = create_strategy(self)
         self.strategy.initialize(self.model_provider)
-        checkpoint = find_checkpoint(pipeline_config.output_dir, pipeline_config.resume_from_checkpoint)
+        checkpoint = find_checkpoint(
+            pipeline_config.output_dir, pipeline_config.resume_from_checkpoint
+        )
         if checkpoint is not None and isinstance(self.strategy, TrainStrategy):
             self.strategy.load_checkpoint(checkpoint / self.cluster_name)
 
@@ -45,7 +47,10 @@ class ModelWorker(Worker):
         """
         folder = role_folder(self.pipeline_config.output_dir, global_step, self.cluster_name)
         timings = self.strategy.save_checkpoint(folder, global_step)
-        return {f"time/{self.cluster_name}/do_checkpoint/{name}": seconds for name, seconds in timings.items()}
+        return {
+            f"time/{self.cluster_name}/do_checkpoint/{name}": seconds
+            for name, seconds in timings.items()
+        }
 
     @contextmanager
     def timed(self, method: str, metrics: dict[str, Any]) -> Iterator[None]:
@@ -56,11 +61,17 @@ class ModelWorker(Worker):
 
     # -- optimizer steps ---------------------------------------------------------------------------------------------
 
-    def optimizer_steps(self, data: DataProto, *, epochs: int, unit: int = 1) -> Iterator[DataProto]:
+    def optimizer_steps(
+        self, data: DataProto, *, epochs: int, unit: int = 1
+    ) -> Iterator[DataProto]:
         """This rank's rows of each optimizer step, `epochs` times over the rows of all ranks (see mini_batches)."""
         counts = [int(count) for count in self.strategy.ranks.gather(len(data))]
         first = sum(counts[: self.strategy.ranks.rank])
-        numbers = data[ROW_NUMBER].tolist() if ROW_NUMBER in data else list(range(first, first + len(data)))
+        numbers = (
+            data[ROW_NUMBER].tolist()
+            if ROW_NUMBER in data
+            else list(range(first, first + len(data)))
+        )
         steps = local_rows_of_steps(
             numbers,
             num_global=sum(counts),
@@ -78,7 +89,8 @@ class ModelWorker(Worker):
     def step_metrics(self, role: str, metrics: dict[str, Any], num_steps: int) -> dict[str, Any]:
         """Metrics of several optimizer steps as those of one: `@sum` adds up within a step, then is averaged."""
         reduced = {
-            key: flatten_sum(value) / num_steps if key.endswith("@sum") else value for key, value in metrics.items()
+            key: flatten_sum(value) / num_steps if key.endswith("@sum") else value
+            for key, value in metrics.items()
         }
         reduced[f"{role}/lr"] = self.strategy.learning_rate
         reduced[f"{role}/backward_steps"] = num_steps
@@ -88,7 +100,9 @@ class ModelWorker(Worker):
 
     def weight_specs(self) -> list[TensorSpec]:
         """Names, shapes and dtypes of the weights that this role can send. All ranks call it."""
-        return [TensorSpec(name, tuple(w.shape), w.dtype) for name, w in self.strategy.named_weights()]
+        return [
+            TensorSpec(name, tuple(w.shape), w.dtype) for name, w in self.strategy.named_weights()
+        ]
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, int]:
         return self.strategy.weight_checksums(names)
@@ -107,7 +121,9 @@ class ModelWorker(Worker):
     def setup_model_update(self, *, first_rank: int, **channel: Any) -> None:
         """Join the channel that weights travel in: rank 0 of the source (`first_rank` 0), all ranks of the target."""
         is_bystander = first_rank == 0 and self.rank > 0
-        self.strategy.setup_model_update(rank=None if is_bystander else first_rank + self.rank, **channel)
+        self.strategy.setup_model_update(
+            rank=None if is_bystander else first_rank + self.rank, **channel
+        )
 
     def start_model_update(self) -> dict[str, int]:
         """Send or receive the weights. Returns checksums of a sample of them; those of rank 0 count for a source."""
@@ -117,7 +133,9 @@ class ModelWorker(Worker):
         """Say which weights the model holds now: generated tokens carry this number."""
         self.strategy.policy_version = version
 
-    def copy_weights_of(self, source: ModelWorker, plan: SyncPlan) -> tuple[dict[str, int], dict[str, int]]:
+    def copy_weights_of(
+        self, source: ModelWorker, plan: SyncPlan
+    ) -> tuple[dict[str, int], dict[str, int]]:
         """Load the weights of another worker of this process. Returns checksums of the sample: as sent, as held."""
         sent: dict[str, int] = {}
         self.strategy.sync_plan = plan

@@ -16,7 +16,9 @@ class OffPolicyError(RollError, RuntimeError):
 
 def check_first_update(metrics: Mapping[str, Any], config: PPOConfig) -> None:
     """Stop if the ratio at the first update is too far from 1 (see `PPOConfig.ratio_tolerance`)."""
-    reduced = reduce_metrics({key: value for key, value in metrics.items() if key.startswith("actor/first_ratio")})
+    reduced = reduce_metrics(
+        {key: value for key, value in metrics.items() if key.startswith("actor/first_ratio")}
+    )
     error, tolerance = reduced.get("actor/first_ratio_error@sum"), config.ratio_tolerance
     if error is None or tolerance is None or error <= tolerance:
         return
@@ -29,17 +31,29 @@ def check_first_update(metrics: Mapping[str, Any], config: PPOConfig) -> None:
             f"min_p={sampling.min_p:g}): set actor_infer.generating_args top_p=1, top_k=0, min_p=0"
         )
     if sampling.repetition_penalty != 1:
-        causes.append(f"repetition_penalty={sampling.repetition_penalty:g} changes what is sampled: set it to 1")
+        causes.append(
+            f"repetition_penalty={sampling.repetition_penalty:g} changes what is sampled: set it to 1"
+        )
     if not config.log_probs_at_sampling_temperature and sampling.temperature != 1:
-        causes.append(f"sampling at temperature {sampling.temperature:g} with log_probs_at_sampling_temperature=false")
+        causes.append(
+            f"sampling at temperature {sampling.temperature:g} with log_probs_at_sampling_temperature=false"
+        )
     if sampling.temperature == 0 or not sampling.do_sample:
-        causes.append("tokens are not sampled but the most likely ones: set temperature=1 and do_sample=true")
+        causes.append(
+            "tokens are not sampled but the most likely ones: set temperature=1 and do_sample=true"
+        )
     dtypes = {role.model_args.dtype for role in (config.actor_train, config.actor_infer)}
     if dtypes != {"fp32"}:
-        causes.append(f"precision {' and '.join(sorted(dtypes))}: engine and trainer round differently")
+        causes.append(
+            f"precision {' and '.join(sorted(dtypes))}: engine and trainer round differently"
+        )
     if config.actor_infer.model_update_frequency > 1:
-        causes.append(f"stale weights: actor_infer.model_update_frequency={config.actor_infer.model_update_frequency}")
-    causes.append("dropout in the model, or attention kernels that differ between engine and trainer")
+        causes.append(
+            f"stale weights: actor_infer.model_update_frequency={config.actor_infer.model_update_frequency}"
+        )
+    causes.append(
+        "dropout in the model, or attention kernels that differ between engine and trainer"
+    )
     listed = "\n".join(f"  - {cause}" for cause in causes)
     raise OffPolicyError(
         f"the first update of this step should be on-policy, but the probabilities of the sampled tokens in training "

@@ -77,7 +77,9 @@ class PolicyPipeline(BasePipeline):
         self.background: Background | None = None
         self.sample_logs: list[RolloutLog] = []
         if config.log_samples_per_step != 0:
-            self.sample_logs.append(RolloutLog(self.run_dir, self.tokenizer, config.log_samples_per_step))
+            self.sample_logs.append(
+                RolloutLog(self.run_dir, self.tokenizer, config.log_samples_per_step)
+            )
         if config.rollout_dump_dir is not None:
             self.sample_logs.append(RolloutLog(config.rollout_dump_dir, self.tokenizer, None))
         roles = self.pipeline_config.active_roles()
@@ -88,8 +90,12 @@ class PolicyPipeline(BasePipeline):
         models = (self.actor_train, self.reference, self.critic, self.actor_infer)
         self.clusters = [cluster for cluster in models if cluster is not None]
         if self.actor_infer is not None:
-            self.set_model_update_pair(self.actor_train, self.actor_infer, config.actor_infer.model_update_frequency)
-        self.set_checkpoint_clusters(*(cluster for cluster in (self.actor_train, self.critic) if cluster is not None))
+            self.set_model_update_pair(
+                self.actor_train, self.actor_infer, config.actor_infer.model_update_frequency
+            )
+        self.set_checkpoint_clusters(
+            *(cluster for cluster in (self.actor_train, self.critic) if cluster is not None)
+        )
 
     @staticmethod
     def load_tokenizer(config: PPOConfig) -> Any:
@@ -128,7 +134,11 @@ class PolicyPipeline(BasePipeline):
             dump_rollout(self.pipeline_config.rollout_mock.dump_dir, step, batch)
 
     def log_samples(
-        self, step: int, batch: DataProto | None, split: str = "train", dropped: Sequence[DroppedSample] = ()
+        self,
+        step: int,
+        batch: DataProto | None,
+        split: str = "train",
+        dropped: Sequence[DroppedSample] = (),
     ) -> None:
         """Write samples of this step to the run's folder and to `rollout_dump_dir`."""
         for log in self.sample_logs:
@@ -140,7 +150,9 @@ class PolicyPipeline(BasePipeline):
             if self.reference is not None:
                 scored = self.score_rows(self.reference, "compute_log_probs", batch)
             else:
-                scored = self.score_rows(self.actor_train, "compute_log_probs", batch, disable_adapter=True)
+                scored = self.score_rows(
+                    self.actor_train, "compute_log_probs", batch, disable_adapter=True
+                )
             batch["ref_log_probs"] = scored["log_probs"]
         return batch
 
@@ -165,12 +177,16 @@ class PolicyPipeline(BasePipeline):
         self.metrics.add_metrics(found)
         return batch
 
-    def score_rows(self, cluster: Cluster, method: str, batch: DataProto, **meta_info: Any) -> DataProto:
+    def score_rows(
+        self, cluster: Cluster, method: str, batch: DataProto, **meta_info: Any
+    ) -> DataProto:
         """What a role computes for every row; ranks without a row get a copy of one, whose result is dropped."""
         self.use(cluster)
         rows = batch.select(MODEL_COLUMNS, [])
         rows.meta_info = {**batch.meta_info, **meta_info}
-        padded, num_extra = pad_dataproto_to_divisor(rows, cluster.dp_size if len(rows) < cluster.dp_size else 1)
+        padded, num_extra = pad_dataproto_to_divisor(
+            rows, cluster.dp_size if len(rows) < cluster.dp_size else 1
+        )
         result = cluster.execute_all_sync(method, padded)
         self.metrics.add_metrics(result.meta_info.pop("metrics", {}))
         return unpad_dataproto(result, num_extra)
@@ -217,7 +233,10 @@ class PolicyPipeline(BasePipeline):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, dict[str, Any]]:
-        return {"kl_controller": dict(self.kl_ctrl.state_dict()), "steps": {"num_empty": self.num_empty_steps}}
+        return {
+            "kl_controller": dict(self.kl_ctrl.state_dict()),
+            "steps": {"num_empty": self.num_empty_steps},
+        }
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         self.kl_ctrl.load_state_dict(states["kl_controller"])

@@ -48,11 +48,21 @@ from roll.utils.import_utils import import_class
 from roll.utils.machine import Machine, this_machine
 from roll.utils.run_folder import resume_point
 
-MAX_BYTES, MAX_ROWS = 32 * 2**20, 5_000  # of a data file: what can be read and encoded in about a second
+MAX_BYTES, MAX_ROWS = (
+    32 * 2**20,
+    5_000,
+)  # of a data file: what can be read and encoded in about a second
 ENV_SECONDS = 20.0  # that an environment may take to be made and reset
 # Strategies and backends that a package brings: its name, and the extra that has it.
 PACKAGES = {"ray": "ray", "vllm": "vllm", "deepspeed": "deepspeed", "peft": "lora"}
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "stdout": "", "jsonl": "", "none": ""}
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "stdout": "",
+    "jsonl": "",
+    "none": "",
+}
 # Rewards of ours that need nothing but their function: the package that it needs, if any. Others are asked.
 _REWARDS = "roll.pipeline.rlvr.rewards"
 PLAIN_REWARDS = {
@@ -123,7 +133,9 @@ class Checked:
         return self.loaded
 
 
-def examine(path: str | Path, overrides: Sequence[str] = (), machine: Machine | None = None) -> Checked:
+def examine(
+    path: str | Path, overrides: Sequence[str] = (), machine: Machine | None = None
+) -> Checked:
     """Look at a config file, and at everything that a run of it needs before its models.
 
     Args:
@@ -151,12 +163,23 @@ def examine(path: str | Path, overrides: Sequence[str] = (), machine: Machine | 
         findings = preflight(loaded.config, machine, compare_memory=not left_out)
         findings.errors = [*loaded.config.missing_for_training(), *findings.errors]
     # What was left out was complained about already, and what follows from its absence is not the file's fault.
-    problems += [item for item in findings.errors if not any(_is_about(item.key, key) for key in left_out)]
+    problems += [
+        item for item in findings.errors if not any(_is_about(item.key, key) for key in left_out)
+    ]
     warnings = [] if loaded is None else [*loaded.warnings(), *findings.warnings]
-    return Checked(composition.path, loaded, located(composition, problems), warnings, findings.notes, findings.memory)
+    return Checked(
+        composition.path,
+        loaded,
+        located(composition, problems),
+        warnings,
+        findings.notes,
+        findings.memory,
+    )
 
 
-def preflight(config: BaseConfig, machine: Machine | None = None, *, compare_memory: bool = True) -> Findings:
+def preflight(
+    config: BaseConfig, machine: Machine | None = None, *, compare_memory: bool = True
+) -> Findings:
     """Every check that a run of this config makes before it loads a model. `machine`: see `examine`."""
     findings = Findings()
     _look_at_run_folder(config, findings)
@@ -207,25 +230,35 @@ def _look_at_run_folder(config: BaseConfig, findings: Findings) -> None:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
-        findings.errors.append(Problem("output_dir", f"{folder} is a file; name a folder, which is made if need be"))
+        findings.errors.append(
+            Problem("output_dir", f"{folder} is a file; name a folder, which is made if need be")
+        )
     elif not os.access(folder, os.W_OK | os.X_OK):
-        findings.errors.append(Problem("output_dir", f"{folder} cannot be written to; name another folder"))
+        findings.errors.append(
+            Problem("output_dir", f"{folder} cannot be written to; name another folder")
+        )
 
 
 def _look_at_packages(config: BaseConfig, findings: Findings, *, is_elsewhere: bool) -> None:
     """Packages that strategies, the backend and trackers need."""
     needed: dict[str, tuple[str, str]] = {}  # package: (key, what needs it)
     if config.execution_backend == "ray":
-        needed["ray"] = ("backend", "a run with several workers of a model, or with backend: ray, needs Ray")
+        needed["ray"] = (
+            "backend",
+            "a run with several workers of a model, or with backend: ray, needs Ray",
+        )
     for name, role in _started(config).items():
         key, strategy = config.key_of(name), role.strategy_name or ""
         if strategy == "vllm" or strategy.startswith("deepspeed"):
             package = strategy.partition("_")[0]
             needed.setdefault(
-                package, (f"{key}.strategy_args.strategy_name", f"the strategy {strategy} needs {package}")
+                package,
+                (f"{key}.strategy_args.strategy_name", f"the strategy {strategy} needs {package}"),
             )
         args = role.model_args
-        is_adapted = args.adapter_name_or_path is not None or (args.is_lora and strategy.endswith("_train"))
+        is_adapted = args.adapter_name_or_path is not None or (
+            args.is_lora and strategy.endswith("_train")
+        )
         if role.holds_model and is_adapted:
             which = "lora_target" if args.is_lora else "adapter_name_or_path"
             needed.setdefault("peft", (f"{key}.model_args.{which}", "an adapter needs peft"))
@@ -234,7 +267,9 @@ def _look_at_packages(config: BaseConfig, findings: Findings, *, is_elsewhere: b
             install = install_hint(PACKAGES[package])
             install += ", on a GPU machine pip install vllm" if package == "vllm" else ""
             if is_elsewhere:
-                findings.warnings.append(f"{key}: {why}, which is not installed here; there: {install}")
+                findings.warnings.append(
+                    f"{key}: {why}, which is not installed here; there: {install}"
+                )
             else:
                 findings.errors.append(Problem(key, f"{why}, which is not installed: {install}"))
     wanted = [config.track_with] if isinstance(config.track_with, str) else config.track_with
@@ -246,7 +281,9 @@ def _look_at_packages(config: BaseConfig, findings: Findings, *, is_elsewhere: b
             )
         elif TRACKERS[name] and importlib.util.find_spec(TRACKERS[name]) is None:
             hint = install_hint("tracking")
-            findings.warnings.append(f"track_with: {name} is not installed ({hint}); metrics go to metrics.jsonl only")
+            findings.warnings.append(
+                f"track_with: {name} is not installed ({hint}); metrics go to metrics.jsonl only"
+            )
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -261,13 +298,23 @@ def _look_at_models(config: BaseConfig, findings: Findings) -> None:
         for problem in role.start_problems():
             findings.errors.append(problem.under(config.key_of(name)))
         if role.strategy_name is not None and role.strategy_name.startswith("deepspeed"):
-            findings.check(f"{config.key_of(name)}.strategy_args.strategy_config", _check_deepspeed, config, role)
+            findings.check(
+                f"{config.key_of(name)}.strategy_args.strategy_config",
+                _check_deepspeed,
+                config,
+                role,
+            )
         if name == "critic" and args.model_type not in (None, "auto_token_classification"):
             why = f'found "{args.model_type}", expected "auto_token_classification" or null for a value model'
             findings.errors.append(Problem(f"{key}.model_type", why))
-        if args.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        if (
+            args.attn_implementation == "flash_attention_2"
+            and importlib.util.find_spec("flash_attn") is None
+        ):
             why = "needs a CUDA device and the package flash-attn (pip install flash-attn --no-build-isolation)"
-            findings.errors.append(Problem(f"{key}.attn_implementation", f"{why}; sdpa works everywhere"))
+            findings.errors.append(
+                Problem(f"{key}.attn_implementation", f"{why}; sdpa works everywhere")
+            )
         if args.model_name_or_path is None:
             continue  # `missing_for_training` says so
         source = _model_key(config, name, args.model_name_or_path)
@@ -291,7 +338,9 @@ def _check_model(args: Any, findings: Findings) -> None:
         name, folder = locate_model(args.model_name_or_path)
         if folder is not None:
             require_tokenizer(folder)
-    except ConfigError as error:  # the key that it names is that of a role, which may have its model from elsewhere
+    except (
+        ConfigError
+    ) as error:  # the key that it names is that of a role, which may have its model from elsewhere
         raise ConfigError(str(error).removeprefix("model_name_or_path: ")) from None
     if folder is None and cached_snapshot(name) is None:
         if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -299,18 +348,28 @@ def _check_model(args: Any, findings: Findings) -> None:
                 f"there is no folder {name!r} here, HF_HUB_OFFLINE is set, and the Hugging Face model of that name is "
                 "not in the local cache; download it first, or give a local folder"
             )
-        findings.notes.append(f"{name} is a Hugging Face name and not in the local cache: its size is not known yet")
+        findings.notes.append(
+            f"{name} is a Hugging Face name and not in the local cache: its size is not known yet"
+        )
 
 
 def _look_at_adapter(key: str, role: WorkerConfig, findings: Findings) -> None:
     """Adapters and frozen modules, by the names of the tensors in the model's files."""
     args = role.model_args
     trains = str(role.strategy_name).endswith("_train")
-    if trains and args.freeze_module_prefix and (args.is_lora or args.adapter_name_or_path is not None):
+    if (
+        trains
+        and args.freeze_module_prefix
+        and (args.is_lora or args.adapter_name_or_path is not None)
+    ):
         why = "LoRA freezes everything but its adapter and additional_target; remove freeze_module_prefix"
         findings.errors.append(Problem(f"{key}.freeze_module_prefix", why))
     adapter = Path(args.adapter_name_or_path or "").expanduser()
-    if args.adapter_name_or_path is not None and adapter.is_dir() and not (adapter / ADAPTER_CONFIG).is_file():
+    if (
+        args.adapter_name_or_path is not None
+        and adapter.is_dir()
+        and not (adapter / ADAPTER_CONFIG).is_file()
+    ):
         found = ", ".join(sorted(path.name for path in adapter.iterdir())) or "nothing"
         why = f"{adapter} has no {ADAPTER_CONFIG} (found: {found})"
         findings.errors.append(Problem(f"{key}.adapter_name_or_path", why))
@@ -320,7 +379,9 @@ def _look_at_adapter(key: str, role: WorkerConfig, findings: Findings) -> None:
     tensors = findings.check(key, saved_tensors, model_of_run(folder))
     if not tensors:
         return
-    modules = {name.rpartition(".")[0] for name in tensors} | {"lm_head"}  # a tied head is not saved
+    modules = {name.rpartition(".")[0] for name in tensors} | {
+        "lm_head"
+    }  # a tied head is not saved
     known = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
     targets = [] if args.adapter_name_or_path is not None or not args.is_lora else args.lora_target
     if isinstance(targets, str):
@@ -332,7 +393,10 @@ def _look_at_adapter(key: str, role: WorkerConfig, findings: Findings) -> None:
                 )
             )
         targets = []
-    lists = {"lora_target": targets, "additional_target": (args.is_lora and args.additional_target) or []}
+    lists = {
+        "lora_target": targets,
+        "additional_target": (args.is_lora and args.additional_target) or [],
+    }
     for name, wanted in lists.items():
         for target in wanted or []:
             if target not in ("all", "all-linear") and not any(
@@ -372,7 +436,11 @@ def _look_at_devices(config: BaseConfig, findings: Findings, machine: Machine | 
     if on_ray and address.startswith("ray://"):
         why = f"RAY_ADDRESS={address} is a Ray Client address; run on a machine of the cluster and give its host:port"
         findings.errors.append(Problem("backend", why))
-    is_cluster = machine is None and on_ray and bool(address or Path("/tmp/ray/ray_current_cluster").exists())
+    is_cluster = (
+        machine is None
+        and on_ray
+        and bool(address or Path("/tmp/ray/ray_current_cluster").exists())
+    )
     roles = {name: role for name, role in _started(config).items() if role.device_mapping}
     if not roles:
         return is_cluster
@@ -383,7 +451,11 @@ def _look_at_devices(config: BaseConfig, findings: Findings, machine: Machine | 
     for name, role in roles.items():
         key = config.key_of(name)
         plan = findings.check(
-            f"{key}.device_mapping", manager.allocate_placement_group, role.world_size, role.device_mapping, key
+            f"{key}.device_mapping",
+            manager.allocate_placement_group,
+            role.world_size,
+            role.device_mapping,
+            key,
         )
         devices = [device for rank in plan or [] for device in rank]
         if devices and not is_cluster:
@@ -398,7 +470,12 @@ def _look_at_devices(config: BaseConfig, findings: Findings, machine: Machine | 
                 machine=here.name,
                 on_ray=on_ray,
             )
-        if role.strategy_name == "vllm" and not on_ray and role.device_mapping and role.device_mapping[0] != 0:
+        if (
+            role.strategy_name == "vllm"
+            and not on_ray
+            and role.device_mapping
+            and role.device_mapping[0] != 0
+        ):
             why = (
                 f"vLLM takes the first GPU of its process, and this worker has GPU {role.device_mapping[0]}: use "
                 "backend: ray, which gives each worker a process that sees its own GPU only"
@@ -407,13 +484,19 @@ def _look_at_devices(config: BaseConfig, findings: Findings, machine: Machine | 
     return is_cluster
 
 
-def _compare_memory(config: BaseConfig, findings: Findings, machine: Machine | None, *, is_cluster: bool) -> None:
+def _compare_memory(
+    config: BaseConfig, findings: Findings, machine: Machine | None, *, is_cluster: bool
+) -> None:
     findings.memory = findings.check("pretrain", estimate_memory, config) or {}
     uses_gpus = any(role.device_mapping for role in _started(config).values())
     if findings.memory and not is_cluster:
         here = machine or this_machine(with_gpus=uses_gpus)
         errors, warnings = memory_verdict(
-            config, findings.memory, machine=here.name, gpu_bytes=here.gpu_bytes, host_bytes=here.host_bytes
+            config,
+            findings.memory,
+            machine=here.name,
+            gpu_bytes=here.gpu_bytes,
+            host_bytes=here.host_bytes,
         )
         findings.errors += errors
         findings.warnings += warnings
@@ -426,9 +509,15 @@ def _look_at_worker(config: BaseConfig, name: str, role: WorkerConfig, findings:
     key = f"{config.key_of(name)}.worker_cls"
     if role.worker_cls is None:
         findings.errors.append(Problem(key, "missing; name a worker class"))
-    elif isinstance(role.worker_cls, str) and _is_ours(role.worker_cls) and role.max_concurrency == 1:
+    elif (
+        isinstance(role.worker_cls, str) and _is_ours(role.worker_cls) and role.max_concurrency == 1
+    ):
         findings.check(key, _find_class, str(role.worker_cls))
-    elif name != "actor_infer" or not isinstance(role.worker_cls, str) or not _is_ours(role.worker_cls):
+    elif (
+        name != "actor_infer"
+        or not isinstance(role.worker_cls, str)
+        or not _is_ours(role.worker_cls)
+    ):
         from roll.distributed.executor.cluster import check_worker_class
 
         findings.check(key, check_worker_class, role.worker_cls, role.max_concurrency)
@@ -459,7 +548,9 @@ def _find_class(path: str) -> None:
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     if name not in names:
-        raise ConfigError(f"{path!r}: module {module} has no {name!r}; {did_you_mean(name, names)}".rstrip("; "))
+        raise ConfigError(
+            f"{path!r}: module {module} has no {name!r}; {did_you_mean(name, names)}".rstrip("; ")
+        )
 
 
 def _look_at_rewards(config: Any, findings: Findings) -> None:
@@ -485,16 +576,27 @@ def _look_at_environments(config: Any, findings: Findings) -> None:
     """Templates, managers and proxies; then every kind of environment in use is made and reset, in its own process."""
     from roll.datasets.chat_template import get_chat_template
     from roll.pipeline.agentic.env.registry import entry_point_of
-    from roll.pipeline.agentic.env_calls import EXCEPTION, NO_OBSERVATION, PROTOCOL, EnvCall, EnvSpec
+    from roll.pipeline.agentic.env_calls import (
+        EXCEPTION,
+        NO_OBSERVATION,
+        PROTOCOL,
+        EnvCall,
+        EnvSpec,
+    )
     from roll.pipeline.agentic.env_host import EnvHost
 
     tokenizer: Any = _tokenizer_of(config, findings)
     if tokenizer is not None:
         probe = [{"role": "user", "content": "?"}]
-        template = findings.check("global_template", get_chat_template, config.global_template, tokenizer)
+        template = findings.check(
+            "global_template", get_chat_template, config.global_template, tokenizer
+        )
         if template is not None:
             findings.check("global_template", template, probe)
-    managers = [config.train_env_manager, *([config.val_env_manager] if "val_env" in config.active_roles() else [])]
+    managers = [
+        config.train_env_manager,
+        *([config.val_env_manager] if "val_env" in config.active_roles() else []),
+    ]
     for manager in managers:
         key = config.key_of(str(manager.name))
         findings.check(f"{key}.group_filter_cls", _find_class, manager.group_filter_cls)
@@ -508,7 +610,9 @@ def _look_at_environments(config: Any, findings: Findings) -> None:
                 actor_infer=None,
                 tokenizer=tokenizer,
             )
-    tags = dict.fromkeys(tag for manager in managers for tag in manager.tags if tag in config.custom_envs)
+    tags = dict.fromkeys(
+        tag for manager in managers for tag in manager.tags if tag in config.custom_envs
+    )
     specs: dict[str, EnvSpec] = {}
     for number, tag in enumerate(tags):
         template = config.env_template(tag)
@@ -530,7 +634,9 @@ def _look_at_environments(config: Any, findings: Findings) -> None:
                 why = f"cannot be made and reset: {last}"
                 findings.errors.append(Problem(f"custom_envs.{tag}.env_config", why))
             elif reply.reason is not None:
-                findings.notes.append(f"the environment {tag} was not ready after {ENV_SECONDS:g} s ({reply.reason})")
+                findings.notes.append(
+                    f"the environment {tag} was not ready after {ENV_SECONDS:g} s ({reply.reason})"
+                )
 
     try:
         play(specs)
@@ -552,10 +658,15 @@ def _tokenizer_of(config: Any, findings: Findings) -> FileTokenizer | None:
 
 def _look_at_data(config: Any, module: str, findings: Findings) -> None:
     """Read and encode rows as training does, of large files the first ones."""
-    seeds = {"seed": config.seed, "actor_train.training_args.data_seed": config.actor_train.training_args.data_seed}
+    seeds = {
+        "seed": config.seed,
+        "actor_train.training_args.data_seed": config.actor_train.training_args.data_seed,
+    }
     for key, seed in seeds.items():
         if seed is not None and seed < 0:
-            findings.errors.append(Problem(key, f"found {seed}, expected 0 or more: it decides the order of the rows"))
+            findings.errors.append(
+                Problem(key, f"found {seed}, expected 0 or more: it decides the order of the rows")
+            )
             return
     lengths = {"actor_train": "sequence_length", "validation": "val_sequence_length"}
     if config.pipeline == "rlvr":
@@ -577,7 +688,11 @@ def _look_at_data(config: Any, module: str, findings: Findings) -> None:
                 is_whole = is_whole and found[1]
         if tokenizer is None or not tables or len(findings.errors) > num_errors:
             continue
-        table: Table = tables[0] if len(tables) == 1 else JoinedTable([p for entry in tables for p in entry.parts])
+        table: Table = (
+            tables[0]
+            if len(tables) == 1
+            else JoinedTable([p for entry in tables for p in entry.parts])
+        )
         # How long rows are is known only with the real tokens, and whether any is left only with all rows.
         max_length = getattr(config, length) if tokenizer.is_exact and is_whole else sys.maxsize
         data: Any = import_module(module)
@@ -595,9 +710,13 @@ def _look_at_data(config: Any, module: str, findings: Findings) -> None:
             if dataset is not None and is_whole and name == "actor_train":
                 findings.check(f"{name}.data_args", data.make_sampler, config, dataset)
         if not is_whole:
-            findings.notes.append(f"only the first {len(table):,} rows of {table.name} were looked at one by one")
+            findings.notes.append(
+                f"only the first {len(table):,} rows of {table.name} were looked at one by one"
+            )
         elif not tokenizer.is_exact:
-            findings.notes.append(f"how long the rows of {table.name} are is known once the tokenizer is here")
+            findings.notes.append(
+                f"how long the rows of {table.name} are is known once the tokenizer is here"
+            )
 
 
 @contextmanager
@@ -613,12 +732,17 @@ def _quiet() -> Iterator[None]:
 
 def _look_at_dumps(config: Any, findings: Findings) -> None:
     folder = Path(config.rollout_mock.dump_dir) / "train"
-    missing = [step for step in range(config.max_steps) if not (folder / f"step-{step:06d}").is_dir()]
+    missing = [
+        step for step in range(config.max_steps) if not (folder / f"step-{step:06d}").is_dir()
+    ]
     if missing:
         found = config.max_steps - len(missing)
         why = f"{folder} has no dump for step {missing[0]} (found {found} of {config.max_steps} steps); "
         findings.errors.append(
-            Problem("rollout_mock.dump_dir", why + "set max_steps to those that were dumped, or dump them first")
+            Problem(
+                "rollout_mock.dump_dir",
+                why + "set max_steps to those that were dumped, or dump them first",
+            )
         )
 
 
@@ -631,10 +755,14 @@ def _look_at_raw_paths(values: Mapping[str, Any], findings: Findings, prefix: st
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             _look_at_raw_paths(value, findings, f"{key}.")
-        elif name in ("pretrain", "reward_pretrain", "model_name_or_path") and isinstance(value, str):
+        elif name in ("pretrain", "reward_pretrain", "model_name_or_path") and isinstance(
+            value, str
+        ):
             findings.check(key, _locate_only, value)
         elif name == "file_name" and value:
-            for file in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+            for file in (
+                [value] if isinstance(value, str) else value if isinstance(value, list) else []
+            ):
                 findings.check(key, peek_table, str(file), max_bytes=0, max_rows=0)
 
 

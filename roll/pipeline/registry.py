@@ -37,7 +37,9 @@ PIPELINE_CLASSES: Mapping[str, str] = {
 EVALUATIONS: Mapping[str, str] = {"rlvr": "roll.pipeline.rlvr.evaluation.evaluate"}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True) -> LoadedConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, warn: bool = True
+) -> LoadedConfig:
     """The config of a YAML file for any pipeline.
 
     Args:
@@ -81,7 +83,9 @@ def evaluation(config: BaseConfig) -> Callable[..., dict[str, float]]:
     """The function that validates a checkpoint on its own: (config, checkpoint, *, samples_to) -> metrics."""
     name = str(getattr(config, "pipeline"))  # noqa: B009, as above
     if name not in EVALUATIONS:
-        raise ConfigError(f"roll eval knows {', '.join(EVALUATIONS)} configs, and this is one for {name}")
+        raise ConfigError(
+            f"roll eval knows {', '.join(EVALUATIONS)} configs, and this is one for {name}"
+        )
     module, _, function = EVALUATIONS[name].rpartition(".")
     return getattr(import_module(module), function)
 
@@ -98,7 +102,9 @@ def detect_pipeline(values: Mapping[str, Any]) -> str:
     if named is not None:
         if not isinstance(named, str) or named not in CONFIG_CLASSES:
             expected = "one of " + ", ".join(CONFIG_CLASSES)
-            raise ConfigError(str(wrong("pipeline", named, expected, did_you_mean(str(named), CONFIG_CLASSES))))
+            raise ConfigError(
+                str(wrong("pipeline", named, expected, did_you_mean(str(named), CONFIG_CLASSES)))
+            )
         return named
     path = str(values.get("pipeline_cls") or "").lower().split(".")
     found = {name: ["pipeline_cls"] for name in CONFIG_CLASSES if name in path}
@@ -108,14 +114,22 @@ def detect_pipeline(values: Mapping[str, Any]) -> str:
     if len(found) == 1:
         return next(iter(found))
     if not found:
-        looked_for = "; ".join(f"{name}: {', '.join(own_keys(name)[:6])} ..." for name in CONFIG_CLASSES)
+        looked_for = "; ".join(
+            f"{name}: {', '.join(own_keys(name)[:6])} ..." for name in CONFIG_CLASSES
+        )
         names = ", ".join(CONFIG_CLASSES)
-        raise ConfigError(f"no key says which pipeline this is; add `pipeline:` with one of {names} ({looked_for})")
+        raise ConfigError(
+            f"no key says which pipeline this is; add `pipeline:` with one of {names} ({looked_for})"
+        )
     signs = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in found.items())
-    raise ConfigError(f"keys of several pipelines ({signs}); remove those of the others, or name one with `pipeline:`")
+    raise ConfigError(
+        f"keys of several pipelines ({signs}); remove those of the others, or name one with `pipeline:`"
+    )
 
 
 def own_keys(name: str) -> list[str]:
     """Keys that only the pipeline `name` has."""
-    others = {key for other, cls in CONFIG_CLASSES.items() if other != name for key in cls.model_fields}
+    others = {
+        key for other, cls in CONFIG_CLASSES.items() if other != name for key in cls.model_fields
+    }
     return [key for key in CONFIG_CLASSES[name].model_fields if key not in others]

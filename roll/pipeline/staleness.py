@@ -16,7 +16,9 @@ def is_stale(group: Iterable[Collection[int]], step: int, max_staleness: int) ->
     return any(step - min(versions) > max_staleness for versions in group)
 
 
-def staleness_metrics(samples: Sequence[Collection[int]], step: int, num_dropped: int) -> dict[str, float]:
+def staleness_metrics(
+    samples: Sequence[Collection[int]], step: int, num_dropped: int
+) -> dict[str, float]:
     """How old the samples of a step are, given the versions of each; `num_dropped` more were too old for it."""
     ages = [step - min(versions) for versions in samples]
     metrics = {f"rollout/dropped/{STALE}": float(num_dropped)}
@@ -25,6 +27,8 @@ def staleness_metrics(samples: Sequence[Collection[int]], step: int, num_dropped
             "rollout/staleness/mean": sum(ages) / len(ages),
             "rollout/staleness/max": float(max(ages)),
             "scheduler/off_policy_ratio": sum(age > 0 for age in ages) / len(ages),
-            "rollout/mixed_version_samples": float(sum(len(set(versions)) > 1 for versions in samples)),
+            "rollout/mixed_version_samples": float(
+                sum(len(set(versions)) > 1 for versions in samples)
+            ),
         }
     return metrics

@@ -30,7 +30,9 @@ def get_seqlen_balanced_partitions(
     if k_partitions < 1 or num_items < k_partitions:
         raise ValueError(f"cannot split {num_items} rows into {k_partitions} non-empty parts")
     if equal_size and num_items % k_partitions:
-        raise ValueError(f"{num_items} rows cannot be split into {k_partitions} parts of equal size")
+        raise ValueError(
+            f"{num_items} rows cannot be split into {k_partitions} parts of equal size"
+        )
     by_length = sorted(range(num_items), key=lambda i: (lengths[i], i))
     per_solution = k_partitions if equal_size else 1
     # A solution is its parts, heaviest first, as (sum, indices). The heap pops the largest spread; ties by order of
@@ -90,10 +92,14 @@ def batch_balance(
     workloads = (LINEAR_COST * lengths_B + lengths_B * lengths_B).tolist()
     step = minibatch_size if keep_minibatch else len(workloads)
     if step < 1 or len(workloads) % step:
-        raise ValueError(f"minibatch_size={minibatch_size} does not divide the {len(workloads)} rows of the batch")
+        raise ValueError(
+            f"minibatch_size={minibatch_size} does not divide the {len(workloads)} rows of the batch"
+        )
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
     for start in range(0, len(workloads), step):
-        parts = get_seqlen_balanced_partitions(workloads[start : start + step], dp_size, equal_size=True)
+        parts = get_seqlen_balanced_partitions(
+            workloads[start : start + step], dp_size, equal_size=True
+        )
         for partition, part in zip(partitions, parts, strict=True):
             part.sort(key=lambda i: (workloads[start + i], i))
             partition += [start + i for i in part[::2] + part[1::2][::-1]]

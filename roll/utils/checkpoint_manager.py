@@ -57,8 +57,14 @@ def find_checkpoint(output_dir: str | Path, resume_from_checkpoint: bool | str) 
         nearby = [str(path) for path in complete_checkpoints(folder)] or [
             str(p) for p in complete_checkpoints(output_dir)
         ]
-        hint = f"complete ones nearby: {', '.join(nearby)}" if nearby else "no complete checkpoint is nearby"
-        raise ConfigError(f"resume_from_checkpoint: {folder} is not a complete checkpoint of a run; {hint}")
+        hint = (
+            f"complete ones nearby: {', '.join(nearby)}"
+            if nearby
+            else "no complete checkpoint is nearby"
+        )
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} is not a complete checkpoint of a run; {hint}"
+        )
     return folder
 
 
@@ -114,7 +120,9 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
         raise DataError(f"{file}: cannot be read ({error}); use an earlier checkpoint") from None
 
 
-def prune_checkpoints(output_dir: str | Path, max_ckpt_to_keep: int, keep_steps: Collection[int] = ()) -> list[Path]:
+def prune_checkpoints(
+    output_dir: str | Path, max_ckpt_to_keep: int, keep_steps: Collection[int] = ()
+) -> list[Path]:
     """Delete all but the newest `max_ckpt_to_keep` complete checkpoints (0 keeps all) and those of `keep_steps`;
     returns what was deleted."""
     kept = {checkpoint_folder(output_dir, step) for step in keep_steps}

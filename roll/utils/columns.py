@@ -38,7 +38,9 @@ def loss_mask(data: DataProto, key: str = "response_mask") -> Tensor:
     return (mask != 0) & loss_mask(data) if "response_mask" in data else mask != 0
 
 
-def with_columns(data: DataProto, metrics: Mapping[str, float] | None = None, /, **columns: Any) -> DataProto:
+def with_columns(
+    data: DataProto, metrics: Mapping[str, float] | None = None, /, **columns: Any
+) -> DataProto:
     """A batch with the columns of `data`, these added or replaced, and `metrics` added to those in `meta_info`.
 
     `data` stays as it is. The two share the tensors that are not replaced.

@@ -28,11 +28,18 @@ def union_two_dict(dict1: Mapping[str, Any], dict2: Mapping[str, Any]) -> dict[s
 def divide_by_chunk_size(data: RowsT, chunk_sizes: Sequence[int]) -> list[RowsT]:
     """Cut `data` along its first axis into pieces of the given sizes."""
     if any(size < 1 for size in chunk_sizes) or sum(chunk_sizes) != len(data):
-        raise ValueError(f"chunk sizes {list(chunk_sizes)} must be positive and sum to the {len(data)} rows of data")
-    return [data[end - size : end] for end, size in zip(accumulate(chunk_sizes), chunk_sizes, strict=True)]
+        raise ValueError(
+            f"chunk sizes {list(chunk_sizes)} must be positive and sum to the {len(data)} rows of data"
+        )
+    return [
+        data[end - size : end]
+        for end, size in zip(accumulate(chunk_sizes), chunk_sizes, strict=True)
+    ]
 
 
-def traverse_obj(value: Any, visitor: Callable[[Any, tuple[Any, ...]], bool], path: tuple[Any, ...] = ()) -> None:
+def traverse_obj(
+    value: Any, visitor: Callable[[Any, tuple[Any, ...]], bool], path: tuple[Any, ...] = ()
+) -> None:
     """Call `visitor(value, path)` on a value and on all that dicts, lists, tuples and attributes below it hold.
 
     A visitor that returns True stops the walk below its value. Nothing is visited twice on one path, so cycles end.
@@ -41,7 +48,10 @@ def traverse_obj(value: Any, visitor: Callable[[Any, tuple[Any, ...]], bool], pa
 
 
 def _traverse(
-    value: Any, visitor: Callable[[Any, tuple[Any, ...]], bool], path: tuple[Any, ...], above: frozenset[int]
+    value: Any,
+    visitor: Callable[[Any, tuple[Any, ...]], bool],
+    path: tuple[Any, ...],
+    above: frozenset[int],
 ) -> None:
     if id(value) in above or visitor(value, path):
         return
@@ -51,7 +61,9 @@ def _traverse(
     elif isinstance(value, list | tuple):
         children = list(enumerate(value))
     else:
-        children = [(f"attr:{name}", child) for name, child in getattr(value, "__dict__", {}).items()]
+        children = [
+            (f"attr:{name}", child) for name, child in getattr(value, "__dict__", {}).items()
+        ]
     for step, child in children:
         _traverse(child, visitor, (*path, step), above)
 

@@ -35,10 +35,14 @@ def dynamic_batching_shard(
     mask = origin_batch["attention_mask"]
     lengths = mask.reshape(len(mask), -1).sum(-1).tolist()
     if len(lengths) % dp_size:
-        raise ValueError(f"{len(lengths)} rows cannot be dealt to {dp_size} ranks: expected a multiple of {dp_size}")
+        raise ValueError(
+            f"{len(lengths)} rows cannot be dealt to {dp_size} ranks: expected a multiple of {dp_size}"
+        )
     by_length = sorted(range(len(lengths)), key=lambda row: lengths[row])
     # Of the rows that all ranks have at one place, the last is the longest.
-    widths = [_rounded(lengths[row], sequence_length_round) for row in by_length[dp_size - 1 :: dp_size]]
+    widths = [
+        _rounded(lengths[row], sequence_length_round) for row in by_length[dp_size - 1 :: dp_size]
+    ]
     if widths and widths[-1] > max_tokens_per_microbatch:
         raise ValueError(
             f"a row of {lengths[by_length[-1]]} tokens, rounded up to {widths[-1]}, does not fit into "
@@ -54,11 +58,15 @@ def dynamic_batching_shard(
         else:
             cuts.append([place, place + 1])
             sizes.append(width)
-    num_tokens = dp_size * sum((end - start) * width for (start, end), width in zip(cuts, sizes, strict=True))
+    num_tokens = dp_size * sum(
+        (end - start) * width for (start, end), width in zip(cuts, sizes, strict=True)
+    )
     if pipeline_model_parallel_size > 1 and virtual_pipeline_model_parallel_size:
         cuts, sizes = _halved(cuts, sizes, -len(cuts) % pipeline_model_parallel_size)
 
-    batch = origin_batch.select_idxs([row for rank in range(dp_size) for row in by_length[rank::dp_size]])
+    batch = origin_batch.select_idxs(
+        [row for rank in range(dp_size) for row in by_length[rank::dp_size]]
+    )
     batch.meta_info = {
         **origin_batch.meta_info,
         "global_micro_batch_indices": cuts,
@@ -79,15 +87,22 @@ def dynamic_batching_shard(
     return batch, {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
-def make_mini_batch_iter_for_dynamic_batching(data: DataProto, epochs: int, ga_steps: int = 1) -> Iterator[DataProto]:
+def make_mini_batch_iter_for_dynamic_batching(
+    data: DataProto, epochs: int, ga_steps: int = 1
+) -> Iterator[DataProto]:
     """The share of one rank in pieces of `ga_steps` micro-batches, whose places the shared `meta_info` then has."""
-    cuts, sizes = data.meta_info["global_micro_batch_indices"], data.meta_info["global_micro_batch_lengths"]
+    cuts, sizes = (
+        data.meta_info["global_micro_batch_indices"],
+        data.meta_info["global_micro_batch_lengths"],
+    )
     for _ in range(epochs):
         for first in range(0, len(cuts), ga_steps):
             chosen = cuts[first : first + ga_steps]
             start = chosen[0][0]
             mini_batch = data.slice(start, chosen[-1][1])
-            mini_batch.meta_info["micro_batch_indices"] = [[low - start, high - start] for low, high in chosen]
+            mini_batch.meta_info["micro_batch_indices"] = [
+                [low - start, high - start] for low, high in chosen
+            ]
             mini_batch.meta_info["micro_batch_lengths"] = sizes[first : first + ga_steps]
             mini_batch.meta_info["mini_batch_size"] = len(mini_batch)
             mini_batch.meta_info["num_micro_batchs"] = len(chosen)
@@ -97,7 +112,11 @@ def make_mini_batch_iter_for_dynamic_batching(data: DataProto, epochs: int, ga_s
 def make_micro_batch_iter_for_dynamic_batching(mini_batch: DataProto) -> Iterator[DataProto]:
     """The micro-batches of a mini-batch, right-padded columns narrowed to their width (width - 1 where they had one
     column less than `input_ids`)."""
-    places = zip(mini_batch.meta_info["micro_batch_lengths"], mini_batch.meta_info["micro_batch_indices"], strict=True)
+    places = zip(
+        mini_batch.meta_info["micro_batch_lengths"],
+        mini_batch.meta_info["micro_batch_indices"],
+        strict=True,
+    )
     for width, (start, end) in places:
         micro_batch = mini_batch.slice(start, end)
         assert micro_batch.batch is not None
@@ -115,13 +134,17 @@ def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _halved(cuts: list[list[int]], sizes: list[int], num_more: int) -> tuple[list[list[int]], list[int]]:
+def _halved(
+    cuts: list[list[int]], sizes: list[int], num_more: int
+) -> tuple[list[list[int]], list[int]]:
     """The `num_more` micro-batches with the most tokens in two halves each."""
     tokens = [(end - start) * width for (start, end), width in zip(cuts, sizes, strict=True)]
     several = [index for index, (start, end) in enumerate(cuts) if end - start > 1]
     chosen = sorted(several, key=lambda index: -tokens[index])[:num_more]
     if len(chosen) < num_more:
-        raise ValueError(f"{num_more} more micro-batches are needed, and only {len(chosen)} have two rows to part")
+        raise ValueError(
+            f"{num_more} more micro-batches are needed, and only {len(chosen)} have two rows to part"
+        )
     parted: list[tuple[list[int], int]] = []
     for index, ((start, end), width) in enumerate(zip(cuts, sizes, strict=True)):
         middle = start + (end - start) // 2

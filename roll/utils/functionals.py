@@ -43,7 +43,12 @@ from roll.exceptions import ConfigError
 from roll.ops.log_probs import entropy_from_logits, log_probs_from_logits
 from roll.utils.balancing import batch_balance, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from roll.utils.columns import column, row_groups, with_columns
-from roll.utils.containers import divide_by_chunk_size, filter_func_args, traverse_obj, union_two_dict
+from roll.utils.containers import (
+    divide_by_chunk_size,
+    filter_func_args,
+    traverse_obj,
+    union_two_dict,
+)
 from roll.utils.generation import postprocess_generate
 from roll.utils.logging import get_logger
 from roll.utils.metrics.reduction import (
@@ -176,7 +181,11 @@ def reward_norm(
         running = _running_moments(running_ctrl, None)
         running.update(response_level_rewards)
     return reward_math.normalize_rewards(
-        response_level_rewards, mean=norm_mean_type, std=norm_std_type, groups=groups, running=running
+        response_level_rewards,
+        mean=norm_mean_type,
+        std=norm_std_type,
+        groups=groups,
+        running=running,
     )
 
 
@@ -191,7 +200,9 @@ def group_reward_norm(
     if groups is None:
         groups = reward_math.group_index(len(rewards_B), size=n_sample)
     if div_std and not div_std_global:
-        normalized_B = reward_math.normalize_rewards(rewards_B, mean="group", std="group", groups=groups)
+        normalized_B = reward_math.normalize_rewards(
+            rewards_B, mean="group", std="group", groups=groups
+        )
     else:
         centred_B = reward_math.normalize_rewards(rewards_B, mean="group", groups=groups)
         normalized_B = reward_math.normalize_rewards(centred_B, std="batch" if div_std else None)
@@ -221,19 +232,25 @@ def get_sample_level_mask(data: DataProto, pipeline_config: Any) -> tuple[DataPr
             is_whole = [reason != "length" for reason in data["finish_reason"]]
             keep["max_len"] = torch.tensor(is_whole, dtype=torch.bool, device=mask_BT.device)
         else:
-            keep["max_len"] = reward_math.max_length_mask(mask_BT, column(data, "responses").shape[-1])
+            keep["max_len"] = reward_math.max_length_mask(
+                mask_BT, column(data, "responses").shape[-1]
+            )
     if cfg.difficulty_mask:
         groups = row_groups(data, cfg)
         assert groups is not None
         scores_B = column(data, "scores")
         low, high = cfg.difficulty_low_threshold, cfg.difficulty_high_threshold
-        keep["difficulty"] = columns["difficulty_mask"] = reward_math.difficulty_mask(scores_B, groups, low, high)
+        keep["difficulty"] = columns["difficulty_mask"] = reward_math.difficulty_mask(
+            scores_B, groups, low, high
+        )
     if cfg.error_max_len_clip:
         threshold = cfg.error_max_len_threshold
         keep["error_len"] = reward_math.overlong_mask(column(data, "scores"), mask_BT, threshold)
     final_B = keep["max_len"] & keep["difficulty"] & keep["error_len"]
     columns["final_response_mask"] = torch.where(final_B.unsqueeze(1), mask_BT.float(), 0.0)
-    metrics = {f"actor/{name}_mask_ratio": kept.float().mean().item() for name, kept in keep.items()}
+    metrics = {
+        f"actor/{name}_mask_ratio": kept.float().mean().item() for name, kept in keep.items()
+    }
     metrics["actor/final_mask_ratio"] = final_B.float().mean().item()
     metrics["actor/samples_used"] = float(final_B.sum())
     metrics["actor/samples_total"] = float(len(final_B))
@@ -272,13 +289,19 @@ def compute_token_reward(
     """
     mask_BT = column(data, "response_mask")[:, 1:]
     limit = _reward_clip(pipeline_config)
-    kl_BT = _reference_kl(data, mask_BT, pipeline_config.kl_penalty, needed=pipeline_config.add_token_level_kl)
+    kl_BT = _reference_kl(
+        data, mask_BT, pipeline_config.kl_penalty, needed=pipeline_config.add_token_level_kl
+    )
     beta = kl_ctrl.value if pipeline_config.add_token_level_kl else 0.0
-    return _token_reward(data, mask_BT, kl_BT, beta, limit, kl_ctrl if pipeline_config.add_token_level_kl else None)
+    return _token_reward(
+        data, mask_BT, kl_BT, beta, limit, kl_ctrl if pipeline_config.add_token_level_kl else None
+    )
 
 
 @torch.no_grad()
-def apply_kl_penalty(data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, Metrics]:
     """`compute_token_reward` without a config: the penalty applies whenever the batch has `ref_log_probs`."""
     mask_BT = column(data, "response_mask")[:, 1:]
     with_reference = "ref_log_probs" in data
@@ -307,14 +330,21 @@ def _reference_kl(data: DataProto, mask_BT: Tensor, kind: str, needed: bool) -> 
                 check_finite(column_BT, mask_BT, key)
                 log_probs.append(column_BT)
             elif needed:
-                raise ValueError(f"{key} holds {column_BT.dtype}: a placeholder, not log-probabilities")
+                raise ValueError(
+                    f"{key} holds {column_BT.dtype}: a placeholder, not log-probabilities"
+                )
     if len(log_probs) < 2:
         return torch.zeros(mask_BT.shape, device=mask_BT.device)
     return approx_kl(*log_probs, kind=kind, mask=mask_BT)
 
 
 def _token_reward(
-    data: DataProto, mask_BT: Tensor, kl_BT: Tensor, beta: float, limit: float | None, kl_ctrl: KLController | None
+    data: DataProto,
+    mask_BT: Tensor,
+    kl_BT: Tensor,
+    beta: float,
+    limit: float | None,
+    kl_ctrl: KLController | None,
 ) -> tuple[DataProto, Metrics]:
     rewards_BT = expand_to_token_level(data) - beta * kl_BT
     rewards_BT, clip_frac = reward_math.clip_symmetric(rewards_BT, limit, mask_BT)
@@ -358,8 +388,12 @@ def compute_advantage(
     """
     for key in ("is_pure_opd", "use_opd"):
         if getattr(pipeline_config, key, False):
-            raise ConfigError(f"{key}: found true, expected false; on-policy distillation is not supported")
-    mask_BT = (column(data, "response_mask")[:, 1:] if response_mask is None else response_mask).bool()
+            raise ConfigError(
+                f"{key}: found true, expected false; on-policy distillation is not supported"
+            )
+    mask_BT = (
+        column(data, "response_mask")[:, 1:] if response_mask is None else response_mask
+    ).bool()
     rewards_BT = column(data, "token_level_rewards")
     check_finite(rewards_BT, mask_BT, "token_level_rewards")
     values_BT = None
@@ -392,7 +426,10 @@ def compute_advantage(
 
 
 def compute_reinforce_return(
-    token_level_rewards: Tensor, gamma: float, lambd: float = 1.0, response_mask: Tensor | None = None
+    token_level_rewards: Tensor,
+    gamma: float,
+    lambd: float = 1.0,
+    response_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns), both the discounted returns over the valid tokens; `lambd` is not used."""
     mask = torch.ones_like(token_level_rewards) if response_mask is None else response_mask
@@ -401,7 +438,11 @@ def compute_reinforce_return(
 
 
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, gamma: float, lambd: float, response_mask: Tensor | None = None
+    token_level_rewards: Tensor,
+    values: Tensor,
+    gamma: float,
+    lambd: float,
+    response_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns) of generalised advantage estimation over the valid tokens."""
     mask = torch.ones_like(token_level_rewards) if response_mask is None else response_mask
@@ -413,13 +454,18 @@ def compute_gae_advantage_return(
 
 
 def compute_approx_kl(
-    log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_penalty: str = "kl"
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    action_mask: Tensor | None = None,
+    kl_penalty: str = "kl",
 ) -> Tensor:
     """See `roll.algorithms.kl.approx_kl`."""
     return approx_kl(log_probs, log_probs_base, kind=kl_penalty, mask=action_mask)
 
 
-def compute_clip_fraction(values: Tensor, clip_max: float, clip_min: float, mask: Tensor | None = None) -> float:
+def compute_clip_fraction(
+    values: Tensor, clip_max: float, clip_min: float, mask: Tensor | None = None
+) -> float:
     """Share of the (valid) entries strictly outside [clip_min, clip_max]."""
     return clip_fraction(values, clip_min, clip_max, mask).item()
 
@@ -458,12 +504,22 @@ def _running_moments(
     if isinstance(running_ctrl, RunningMoments):
         return running_ctrl
     if not running_ctrl:
-        raise ValueError("running normalisation needs running_ctrl: RunningMoments, or a dict of them by domain")
-    domains = sorted({str(domain) for domain in data["domain"]}) if data is not None and "domain" in data else []
+        raise ValueError(
+            "running normalisation needs running_ctrl: RunningMoments, or a dict of them by domain"
+        )
+    domains = (
+        sorted({str(domain) for domain in data["domain"]})
+        if data is not None and "domain" in data
+        else []
+    )
     if len(domains) > 1:
-        raise ValueError(f"running normalisation works on one domain at a time; this batch has {', '.join(domains)}")
+        raise ValueError(
+            f"running normalisation works on one domain at a time; this batch has {', '.join(domains)}"
+        )
     known = list(running_ctrl)
     domain = domains[0] if domains else known[0] if len(known) == 1 else "domain"
     if domain not in running_ctrl:
-        raise KeyError(f"running_ctrl has no moments of domain {domain!r}; it has {', '.join(map(repr, known))}")
+        raise KeyError(
+            f"running_ctrl has no moments of domain {domain!r}; it has {', '.join(map(repr, known))}"
+        )
     return running_ctrl[domain]

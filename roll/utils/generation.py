@@ -94,7 +94,9 @@ def columns_of(tensor: Tensor) -> Tensor:
     return torch.arange(tensor.shape[1], device=tensor.device).expand_as(tensor)
 
 
-def prompt_requests(prompts: DataProto, generation_config: Mapping[str, Any], *, seed: int) -> list[GenerationRequest]:
+def prompt_requests(
+    prompts: DataProto, generation_config: Mapping[str, Any], *, seed: int
+) -> list[GenerationRequest]:
     """A request for each left-padded prompt, with `num_return_sequences` samples.
 
     The random streams of a prompt's samples are named by its `prompt_id` where there is that column, else by its
@@ -103,16 +105,24 @@ def prompt_requests(prompts: DataProto, generation_config: Mapping[str, Any], *,
     num_samples = generation_config.get("num_return_sequences") or 1
     ids = [
         tuple(row[attended].tolist())
-        for row, attended in zip(prompts["input_ids"], prompts["attention_mask"].bool(), strict=True)
+        for row, attended in zip(
+            prompts["input_ids"], prompts["attention_mask"].bool(), strict=True
+        )
     ]
-    names = prompts["prompt_id"].tolist() if "prompt_id" in prompts else [_digest(row) for row in ids]
+    names = (
+        prompts["prompt_id"].tolist() if "prompt_id" in prompts else [_digest(row) for row in ids]
+    )
     seen: Counter[Any] = Counter()
     requests = []
     for row, (prompt_ids, name) in enumerate(zip(ids, names, strict=True)):
         keys = tuple(f"{name}/{seen[name]}/{sample}" for sample in range(num_samples))
         seen[name] += 1
-        sampling = SamplingParams.from_config(generation_config, seed=seed, prompt_length=len(prompt_ids))
-        requests.append(GenerationRequest(str(row), prompt_ids, sampling, num_samples, sample_keys=keys))
+        sampling = SamplingParams.from_config(
+            generation_config, seed=seed, prompt_length=len(prompt_ids)
+        )
+        requests.append(
+            GenerationRequest(str(row), prompt_ids, sampling, num_samples, sample_keys=keys)
+        )
     return requests
 
 
@@ -138,7 +148,9 @@ def rows_of_outputs(
     """
     request_of = {request.request_id: request for request in requests}
     if prompts is None:
-        prompts = _left_padded([request_of[output.request_id].prompt_ids for output in outputs], pad_token_id)
+        prompts = _left_padded(
+            [request_of[output.request_id].prompt_ids for output in outputs], pad_token_id
+        )
     group = len(outputs) // len(prompts)
     answers = [output.token_ids for output in outputs]
     values = [output.log_probs for output in outputs]
@@ -170,7 +182,9 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> DataPro
     width = max(len(ids) for ids in prompts)
     rows = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts])
     lengths = torch.tensor([[len(ids)] for ids in prompts])
-    return DataProto.from_dict({"input_ids": rows, "attention_mask": (columns_of(rows) >= width - lengths).long()})
+    return DataProto.from_dict(
+        {"input_ids": rows, "attention_mask": (columns_of(rows) >= width - lengths).long()}
+    )
 
 
 def _digest(ids: tuple[int, ...]) -> str:

@@ -11,7 +11,9 @@ def import_class(path: str) -> type:
     """The class at `"package.module.Class"`; a ConfigError says which part of the path does not exist."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
-        raise ConfigError(f"{path!r} is not a dotted path to a class; expected 'package.module.Class'")
+        raise ConfigError(
+            f"{path!r} is not a dotted path to a class; expected 'package.module.Class'"
+        )
     return import_from(module_name, class_name, named=repr(path))
 
 

@@ -27,7 +27,9 @@ class AdaptiveKLController:
         if not init_kl_coef >= 0:
             raise ValueError(f"init_kl_coef={init_kl_coef} must not be negative")
         if not target > 0:
-            raise ValueError(f"target_kl={target} must be positive; None keeps the coefficient fixed")
+            raise ValueError(
+                f"target_kl={target} must be positive; None keeps the coefficient fixed"
+            )
         if not horizon > 0:
             raise ValueError(f"kl_horizon={horizon} must be positive")
         self.value = init_kl_coef
@@ -37,7 +39,9 @@ class AdaptiveKLController:
     def update(self, current: float, n_steps: int) -> None:
         """Take in the mean divergence `current` of `n_steps` samples."""
         if not math.isfinite(current):
-            raise ValueError(f"the measured KL divergence is {current}; the coefficient stays at {self.value}")
+            raise ValueError(
+                f"the measured KL divergence is {current}; the coefficient stays at {self.value}"
+            )
         error = min(max(current / self.target - 1.0, -0.2), 0.2)
         # Not below 0: a batch of more than five horizons would otherwise turn the penalty into a reward.
         self.value *= max(0.0, 1.0 + error * n_steps / self.horizon)
@@ -74,5 +78,7 @@ def get_kl_controller(
     if target_kl is None:
         return FixedKLController(init_kl_coef)
     if kl_horizon is None:
-        raise ValueError(f"target_kl={target_kl} needs a kl_horizon: the number of samples over which to react")
+        raise ValueError(
+            f"target_kl={target_kl} needs a kl_horizon: the number of samples over which to react"
+        )
     return AdaptiveKLController(init_kl_coef, target_kl, kl_horizon)

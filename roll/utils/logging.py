@@ -26,9 +26,13 @@ def get_logger(name: str = _PACKAGE) -> logging.Logger:
         level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
         known = logging.getLevelNamesMapping()
         if level not in known:
-            raise ValueError(f"{LEVEL_VARIABLE}={level} is not a log level; use one of {', '.join(known)}")
+            raise ValueError(
+                f"{LEVEL_VARIABLE}={level} is not a log level; use one of {', '.join(known)}"
+            )
         handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(
+            logging.Formatter("[%(asctime)s] %(levelname)s %(message)s", "%H:%M:%S")
+        )
         package.addHandler(handler)
         package.setLevel(level)
     if name != _PACKAGE and not name.startswith(f"{_PACKAGE}."):

@@ -59,24 +59,32 @@ def parse_machine(text: str) -> Machine:
         return Machine(text, 0, None, int(match[1]) * GIB)
     match = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z][\w-]*)", text, re.IGNORECASE)
     if match is None or "0" in (match[1], match[2]):
-        raise ConfigError(f'--machine: found "{text}", expected a number of GPUs and their name; {HOW_TO_WRITE}')
+        raise ConfigError(
+            f'--machine: found "{text}", expected a number of GPUs and their name; {HOW_TO_WRITE}'
+        )
     known = {name.lower(): name for name in GPU_GIB}
     name = known.get(match[3].lower())
     if name is None:
         sizes = [known for known in GPU_GIB if known.startswith(f"{match[3].upper()}-")]
         near = f"write {' or '.join(sizes)};" if sizes else did_you_mean(match[3].upper(), GPU_GIB)
         names = ", ".join(GPU_GIB)
-        raise ConfigError(f'--machine: no GPU called "{match[3]}" is known; {near + " " if near else ""}known: {names}')
+        raise ConfigError(
+            f'--machine: no GPU called "{match[3]}" is known; {near + " " if near else ""}known: {names}'
+        )
     return Machine(text, int(match[2] or 1), int(GPU_GIB[name] * GIB), None, int(match[1] or 1))
 
 
 def this_machine(*, with_gpus: bool) -> Machine:
     """The machine that this program runs on. Asking for GPUs takes a moment where there are some."""
     gpus = visible_gpus() if with_gpus else []
-    return Machine("this machine", len(gpus), min(gpus, default=None), host_memory(), is_this_one=True)
+    return Machine(
+        "this machine", len(gpus), min(gpus, default=None), host_memory(), is_this_one=True
+    )
 
 
-def host_memory(cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def host_memory(
+    cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
     """Bytes that this process may use: the machine's memory, or less where a container or a job has a limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     try:
@@ -140,7 +148,11 @@ def visible_gpus() -> list[int]:
     for entry in [part.strip() for part in wanted.split(",")]:
         if entry.startswith("MIG"):
             return _torch_gpus()
-        found = [i for i, name in enumerate(names) if (entry == str(i)) or (entry and name.startswith(entry))]
+        found = [
+            i
+            for i, name in enumerate(names)
+            if (entry == str(i)) or (entry and name.startswith(entry))
+        ]
         if not found:  # CUDA stops at the first that does not exist
             break
         shown.append(sizes[found[0]])
@@ -151,4 +163,7 @@ def _torch_gpus() -> list[int]:
     # The import takes seconds: only for what the driver's own library cannot tell.
     import torch
 
-    return [int(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count())]
+    return [
+        int(torch.cuda.get_device_properties(i).total_memory)
+        for i in range(torch.cuda.device_count())
+    ]

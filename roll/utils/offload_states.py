@@ -25,7 +25,9 @@ def includes(include: Collection[str] | None, part: OffloadStateType) -> bool:
     return include is None or part in include
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, non_blocking: bool = False) -> None:
+def move_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device, non_blocking: bool = False
+) -> None:
     """Move the optimizer's state tensors. Step counts stay where they are: torch keeps them on the CPU."""
     for state in optimizer.state.values():
         for key, value in state.items():

@@ -27,7 +27,9 @@ class Threads:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.total} processors" + (f": {self.reason}" if self.reason else "")
+        return f"{self.count} of {self.total} processors" + (
+            f": {self.reason}" if self.reason else ""
+        )
 
 
 def given_processors(root: Path = _ROOT) -> int:
@@ -44,11 +46,15 @@ def given_processors(root: Path = _ROOT) -> int:
                 continue
             # A group is bound by those above it. In a container the path may be one of the host, and not be there.
             folder = mount / path.lstrip("/")
-            quotas += [read(parent) for parent in (folder, *folder.parents) if parent.is_relative_to(mount)]
+            quotas += [
+                read(parent) for parent in (folder, *folder.parents) if parent.is_relative_to(mount)
+            ]
     return max(1, int(min(quotas)))
 
 
-def idle_processors(root: Path = _ROOT, pause: Callable[[], None] = lambda: time.sleep(_LOOK_SECONDS)) -> float:
+def idle_processors(
+    root: Path = _ROOT, pause: Callable[[], None] = lambda: time.sleep(_LOOK_SECONDS)
+) -> float:
     """How many of the processors of this process were idle during a pause; all of them where that is not known."""
     try:
         before = _times(root)
@@ -56,11 +62,17 @@ def idle_processors(root: Path = _ROOT, pause: Callable[[], None] = lambda: time
         after = _times(root)
     except OSError:
         return float(len(_affinity()))
-    spent = [(after[cpu][0] - idle, after[cpu][1] - total) for cpu, (idle, total) in before.items() if cpu in after]
+    spent = [
+        (after[cpu][0] - idle, after[cpu][1] - total)
+        for cpu, (idle, total) in before.items()
+        if cpu in after
+    ]
     return sum(idle / total if total else 1.0 for idle, total in spent)
 
 
-def free_threads(root: Path = _ROOT, pause: Callable[[], None] = lambda: time.sleep(_LOOK_SECONDS)) -> Threads:
+def free_threads(
+    root: Path = _ROOT, pause: Callable[[], None] = lambda: time.sleep(_LOOK_SECONDS)
+) -> Threads:
     """As many threads as processors are free now, unless OMP_NUM_THREADS says how many."""
     total = os.cpu_count() or 1
     if (chosen := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
@@ -98,7 +110,9 @@ def _quota(folder: Path) -> float:
 def _quota_v1(folder: Path) -> float:
     """The same in two files; -1 is no quota."""
     with suppress(OSError):
-        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        quota, period = (
+            int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")
+        )
         if quota > 0:
             return quota / period
     return float("inf")

@@ -29,7 +29,9 @@ class StepProgress:
         show: None is a bar on a terminal and lines elsewhere; False shows nothing, True a bar.
     """
 
-    def __init__(self, total: int, done: int, metrics: Mapping[str, str], *, show: bool | None = None) -> None:
+    def __init__(
+        self, total: int, done: int, metrics: Mapping[str, str], *, show: bool | None = None
+    ) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=show is False)
         self._total, self._done = total, done
         self._metrics = metrics
@@ -40,7 +42,11 @@ class StepProgress:
         self._last_line = 0.0
         self._bar: Progress | None = None
         if show or (show is None and self._console.is_terminal):
-            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+            columns = (
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+            )
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=total, completed=done)
 
@@ -61,7 +67,9 @@ class StepProgress:
             self._recent.append((now - self._last_step) / max(done - self._done, 1))
         self._is_first = False
         self._last_step, self._done = now, done
-        self._values |= {label: metrics[name] for label, name in self._metrics.items() if name in metrics}
+        self._values |= {
+            label: metrics[name] for label, name in self._metrics.items() if name in metrics
+        }
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=self.text() + self.left())
         elif now - self._last_line >= _LINE_INTERVAL or done == self._total:

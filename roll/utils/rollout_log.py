@@ -78,16 +78,24 @@ class RolloutLog:
             Whole groups are kept, spread evenly over the batch. None keeps all.
     """
 
-    def __init__(self, run_dir: str | Path, tokenizer: Any, max_samples_per_step: int | None = 16) -> None:
+    def __init__(
+        self, run_dir: str | Path, tokenizer: Any, max_samples_per_step: int | None = 16
+    ) -> None:
         if max_samples_per_step is not None and max_samples_per_step < 1:
-            raise ValueError(f"max_samples_per_step={max_samples_per_step}: expected at least 1, or None for all")
+            raise ValueError(
+                f"max_samples_per_step={max_samples_per_step}: expected at least 1, or None for all"
+            )
         self.folder = Path(run_dir) / "rollouts"
         self.max_samples_per_step = max_samples_per_step
         self._texts = TokenTexts(tokenizer)
         self._failed = False
 
     def write(
-        self, step: int, batch: DataProto | None, split: str = "train", dropped: Sequence[DroppedSample] = ()
+        self,
+        step: int,
+        batch: DataProto | None,
+        split: str = "train",
+        dropped: Sequence[DroppedSample] = (),
     ) -> Path | None:
         """Write the samples of one step, replacing what an earlier attempt of it left. Returns the file.
 
@@ -95,8 +103,14 @@ class RolloutLog:
         refuses is reported once and never stops training; the result is then None.
         """
         lines = self._sample_lines(step, batch, split) if batch is not None and len(batch) else []
-        kept = dropped if self.max_samples_per_step is None else dropped[: max(self.max_samples_per_step, MAX_DROPPED)]
-        lines += [_dumps(self._dropped_record(step, split, i, sample)) for i, sample in enumerate(kept)]
+        kept = (
+            dropped
+            if self.max_samples_per_step is None
+            else dropped[: max(self.max_samples_per_step, MAX_DROPPED)]
+        )
+        lines += [
+            _dumps(self._dropped_record(step, split, i, sample)) for i, sample in enumerate(kept)
+        ]
         path = self.folder / f"{'step' if split == 'train' else 'val'}-{step:06d}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,10 +131,14 @@ class RolloutLog:
         tensors = {key: _numpy(batch[key]) for key in (*TOKEN_COLUMNS, *_MASKS) if key in batch}
         ids = _numpy(batch["input_ids"])
         attended = (
-            _numpy(batch["attention_mask"]).astype(bool) if "attention_mask" in batch else np.ones_like(ids, bool)
+            _numpy(batch["attention_mask"]).astype(bool)
+            if "attention_mask" in batch
+            else np.ones_like(ids, bool)
         )
         width = ids.shape[1]
-        masks = [_per_token(tensors[key], width, 0).astype(bool) for key in _MASKS if key in tensors]
+        masks = [
+            _per_token(tensors[key], width, 0).astype(bool) for key in _MASKS if key in tensors
+        ]
         trained = masks[0] if masks else attended
         generated = np.logical_or.reduce(masks) if masks else attended
         columns = {
@@ -140,7 +158,9 @@ class RolloutLog:
             facts |= {"step": step, "split": split, "samples_in_step": total}
             facts |= {"prompt": "".join(texts[:start]), "response": "".join(texts[start:])}
             if "advantages" in columns and mask.any():
-                facts["advantage"] = _plain_number(f"{columns['advantages'][i][here][mask].mean():.6g}")
+                facts["advantage"] = _plain_number(
+                    f"{columns['advantages'][i][here][mask].mean():.6g}"
+                )
             facts["tokens"] = {"ids": row_ids, "text": texts, "mask": mask.astype(int).tolist()}
             facts["tokens"] |= {name: column[i][here].tolist() for name, column in numbers.items()}
             if turns:
@@ -148,7 +168,9 @@ class RolloutLog:
             lines.append(_dumps(facts))
         return lines
 
-    def _dropped_record(self, step: int, split: str, index: int, sample: DroppedSample) -> dict[str, Any]:
+    def _dropped_record(
+        self, step: int, split: str, index: int, sample: DroppedSample
+    ) -> dict[str, Any]:
         record: dict[str, Any] = {
             "step": step,
             "split": split,
@@ -215,14 +237,20 @@ def _row_facts(batch: DataProto) -> list[dict[str, Any]]:
         if name not in batch:
             return [None] * num_rows
         values = batch[name]
-        if isinstance(values, torch.Tensor) and values.ndim == 2:  # the score of a row lies on its last token
+        if (
+            isinstance(values, torch.Tensor) and values.ndim == 2
+        ):  # the score of a row lies on its last token
             values = values.sum(-1)
         return [_plain_number(_scalar(value)) for value in values]
 
     scores, rewards = score("scores"), score("response_level_rewards")
     groups = column("prompt_id", "traj_group_id", "group_ids")
     samples = column("sample_uuid", "traj_id")
-    tags, domains, truths = column("tag", "tags"), column("domain"), column("ground_truth", "answer")
+    tags, domains, truths = (
+        column("tag", "tags"),
+        column("domain"),
+        column("ground_truth", "answer"),
+    )
     reasons, versions = column("finish_reason"), column("policy_version")
     parts, drops = column("reward_parts"), column("drop_reason", "dropped")
     step_scores, turns, ranked = column("step_scores"), column("turns"), column("ranked")
@@ -232,7 +260,9 @@ def _row_facts(batch: DataProto) -> list[dict[str, Any]]:
             "group": None if groups[i] is None else str(groups[i]),
             "tag": tags[i],
             "domain": domains[i],
-            "ground_truth": truths[i] if truths[i] is None or isinstance(truths[i], str) else _dumps(truths[i]),
+            "ground_truth": truths[i]
+            if truths[i] is None or isinstance(truths[i], str)
+            else _dumps(truths[i]),
             "score": scores[i] if "scores" in batch else rewards[i],
             "reward": rewards[i],
             "rewards": {str(key): _plain_number(value) for key, value in (parts[i] or {}).items()},
@@ -242,7 +272,9 @@ def _row_facts(batch: DataProto) -> list[dict[str, Any]]:
             "advantage": None,
             "step_scores": step_scores[i],
             "turns": turns[i],
-            **({"ranked": ranked[i]} if "ranked" in batch else {}),  # whether a pair is in the right order
+            **(
+                {"ranked": ranked[i]} if "ranked" in batch else {}
+            ),  # whether a pair is in the right order
         }
         for i in range(num_rows)
     ]
@@ -251,7 +283,11 @@ def _row_facts(batch: DataProto) -> list[dict[str, Any]]:
 def _turns_of(generated: np.ndarray, step_scores: Any) -> list[dict[str, Any]]:
     """Runs of equal mask as turns. A row with one response and no rewards per turn is no trajectory: no turns."""
     runs = [(bool(key), len(list(run))) for key, run in groupby(generated.tolist())]
-    rewards = [] if step_scores is None else [_plain_number(value) for value in np.atleast_1d(step_scores).tolist()]
+    rewards = (
+        []
+        if step_scores is None
+        else [_plain_number(value) for value in np.atleast_1d(step_scores).tolist()]
+    )
     num_responses = sum(key for key, _ in runs)
     if num_responses < 2 and not rewards:
         return []
@@ -275,7 +311,9 @@ def _numpy(column: torch.Tensor) -> np.ndarray:
 def _per_token(column: np.ndarray, width: int, missing: float) -> np.ndarray:
     """A column of width S as it is; one of width S-1, which speaks of the next token, moved right by one."""
     if column.ndim != 2 or column.shape[1] not in (width, width - 1):
-        raise ValueError(f"a token column has shape {column.shape}; expected {width} or {width - 1} columns")
+        raise ValueError(
+            f"a token column has shape {column.shape}; expected {width} or {width - 1} columns"
+        )
     if column.shape[1] == width:
         return column
     first = np.full((len(column), 1), missing, dtype=column.dtype if missing == 0 else np.float32)

@@ -59,7 +59,9 @@ class RunFolder:
         os.replace(temporary, self.path / RUN_FILE)
 
 
-def open_run(output_dir: str | Path, exp_name: str, resume_from_checkpoint: bool | str = False) -> RunFolder:
+def open_run(
+    output_dir: str | Path, exp_name: str, resume_from_checkpoint: bool | str = False
+) -> RunFolder:
     """The folder for a run, made if it is new.
 
     Args:
@@ -80,7 +82,9 @@ def resume_point(
 ) -> tuple[Path | None, Path | None]:
     """The run that `open_run` would continue and the checkpoint that it would start from; nothing is made."""
     if Path(exp_name).name != exp_name:
-        raise ConfigError(f'exp_name: found "{exp_name}", expected a name without slashes: it names the run\'s folder')
+        raise ConfigError(
+            f'exp_name: found "{exp_name}", expected a name without slashes: it names the run\'s folder'
+        )
     if resume_from_checkpoint is True:
         for folder in reversed(runs_of(output_dir, exp_name)):
             checkpoint = get_latest_ckpt(folder)
@@ -120,7 +124,9 @@ def _new_folder(output_dir: str | Path, exp_name: str) -> Path:
     for name in _names(exp_name):
         folder = Path(output_dir) / name
         try:
-            folder.mkdir(parents=True)  # fails if it exists, so that two runs started together get two folders
+            folder.mkdir(
+                parents=True
+            )  # fails if it exists, so that two runs started together get two folders
         except FileExistsError:
             if not folder.is_dir() or not _is_unused(folder):
                 continue
@@ -135,7 +141,11 @@ def _is_unused(folder: Path) -> bool:
         return True
     metrics = folder / METRICS_FILE
     has_steps = metrics.is_file() and metrics.stat().st_size > 0
-    return RunFolder(folder).info().get("status") == "failed" and not has_steps and "checkpoints" not in entries
+    return (
+        RunFolder(folder).info().get("status") == "failed"
+        and not has_steps
+        and "checkpoints" not in entries
+    )
 
 
 def _names(exp_name: str) -> Iterator[str]:

@@ -86,10 +86,14 @@ def run_python(
         namespaces: False leaves them out, as where they are not allowed.
     """
     if not IS_LINUX:
-        raise RollError("code runs in a sandbox on Linux only; elsewhere, run this part in a Linux container")
+        raise RollError(
+            "code runs in a sandbox on Linux only; elsewhere, run this part in a Linux container"
+        )
     for name in files or {}:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"files: {name!r} lies outside the folder of the code; use a relative path without '..'")
+            raise ValueError(
+                f"files: {name!r} lies outside the folder of the code; use a relative path without '..'"
+            )
     job = {
         "code": code,
         "files": dict(files or {}),
@@ -99,7 +103,9 @@ def run_python(
         "file_mb": file_mb,
         "max_processes": max_processes,
         "namespaces": namespaces,
-        "packages": [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))],
+        "packages": [
+            path for path in sys.path if path.endswith(("site-packages", "dist-packages"))
+        ],
     }
     with (
         tempfile.TemporaryDirectory(prefix="roll-sandbox-", ignore_cleanup_errors=True) as folder,
@@ -113,16 +119,29 @@ def run_python(
         return _supervise(job_file, stdin_file, folder, wall_s, max_output)
 
 
-def _supervise(job: IO[bytes], stdin: IO[bytes], folder: str, wall_s: float, max_output: int) -> SandboxResult:
+def _supervise(
+    job: IO[bytes], stdin: IO[bytes], folder: str, wall_s: float, max_output: int
+) -> SandboxResult:
     started = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _LAUNCH.format(root=str(Path(__file__).parents[2]), fd=job.fileno())],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _LAUNCH.format(root=str(Path(__file__).parents[2]), fd=job.fileno()),
+        ],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=folder,
         # Nothing of ours is handed on; these keep numerical libraries from reserving memory for threads.
-        env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            "PATH": os.defpath,
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
         pass_fds=[job.fileno()],
         start_new_session=True,
     )
@@ -153,7 +172,9 @@ def _supervise(job: IO[bytes], stdin: IO[bytes], folder: str, wall_s: float, max
     )
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float, max_output: int) -> tuple[list[bytearray], bool]:
+def _read(
+    process: subprocess.Popen[bytes], deadline: float, max_output: int
+) -> tuple[list[bytearray], bool]:
     """Both outputs, each until its end, the deadline, or the first byte too many."""
     assert process.stdout is not None and process.stderr is not None
     out = [bytearray(), bytearray()]
@@ -177,7 +198,12 @@ def _read(process: subprocess.Popen[bytes], deadline: float, max_output: int) ->
 def _report(job: IO[bytes]) -> dict[str, Any]:
     """What the child wrote behind the job: its isolation, that the code started, how it ended if it lived to see it."""
     job.seek(0)
-    report: dict[str, Any] = {"exit_code": None, "reason": "timeout", "isolation": [], "started": False}
+    report: dict[str, Any] = {
+        "exit_code": None,
+        "reason": "timeout",
+        "isolation": [],
+        "started": False,
+    }
     for line in job.read().splitlines()[1:]:
         report |= json.loads(line)
     if not report["started"]:

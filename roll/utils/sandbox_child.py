@@ -26,7 +26,12 @@ from roll.utils.processes import (
     kill_descendants,
     reap,
 )
-from roll.utils.sandbox_kernel import drop_capabilities, enter_namespaces, make_private, restrict_calls
+from roll.utils.sandbox_kernel import (
+    drop_capabilities,
+    enter_namespaces,
+    make_private,
+    restrict_calls,
+)
 
 _LOOK_S = 0.02  # seconds between two looks at the limits that the kernel does not watch
 _AWAITED = [signal.SIGCHLD, signal.SIGTERM]

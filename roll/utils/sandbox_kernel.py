@@ -48,7 +48,11 @@ def _unshare() -> None:
     flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID
     _check(libc.unshare(flags))
     # Files that the sandbox makes need an owner: the user that started it, under the same number.
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
@@ -58,7 +62,10 @@ def make_private(folder: str, file_mb: int) -> list[str]:
     achieved = []
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
-    if libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only)) == 0:
+    if (
+        libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only))
+        == 0
+    ):
         achieved.append("read-only")
     for target in (folder, "/dev/shm"):
         _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={file_mb}m,mode=0700")
@@ -68,7 +75,9 @@ def make_private(folder: str, file_mb: int) -> list[str]:
     return achieved
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
     _check(libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]))
 

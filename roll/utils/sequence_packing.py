@@ -35,15 +35,25 @@ def make_micro_batch_iter_for_sequence_packing(
 
 
 def restore_results_order(
-    results: dict[str, Tensor], partition_indices_list: list[list[int]], config: SequencePackingConfig | None = None
+    results: dict[str, Tensor],
+    partition_indices_list: list[list[int]],
+    config: SequencePackingConfig | None = None,
 ) -> dict[str, Tensor]:
     """Results of all micro-batches, one after the other, in the order of the rows they are about."""
-    return get_sequence_packing_packer(config).restore_results_order(results, partition_indices_list)
+    return get_sequence_packing_packer(config).restore_results_order(
+        results, partition_indices_list
+    )
 
 
-def get_sequence_packing_packer(config: SequencePackingConfig | None = None) -> SequencePackingPacker:
+def get_sequence_packing_packer(
+    config: SequencePackingConfig | None = None,
+) -> SequencePackingPacker:
     config = config or SequencePackingConfig()
-    return LoadBalancePacker(config) if config.algorithm == "load_balance" else SequencePackingPacker(config)
+    return (
+        LoadBalancePacker(config)
+        if config.algorithm == "load_balance"
+        else SequencePackingPacker(config)
+    )
 
 
 class SequencePackingPacker:
@@ -74,11 +84,16 @@ class SequencePackingPacker:
         if micro_batch_size is None:
             raise ValueError("micro_batch_size: found None, expected the rows of a micro-batch")
         num_micro_batches = len(mini_batch) // micro_batch_size
-        mini_batch.meta_info |= {"partition_indices_list": [], "num_micro_batchs": num_micro_batches}
+        mini_batch.meta_info |= {
+            "partition_indices_list": [],
+            "num_micro_batchs": num_micro_batches,
+        }
         return iter(mini_batch.chunk(num_micro_batches))
 
     @staticmethod
-    def restore_results_order(results: dict[str, Tensor], partition_indices_list: list[list[int]]) -> dict[str, Tensor]:
+    def restore_results_order(
+        results: dict[str, Tensor], partition_indices_list: list[list[int]]
+    ) -> dict[str, Tensor]:
         return results
 
 
@@ -97,13 +112,21 @@ class LoadBalancePacker(SequencePackingPacker):
         micro_batch_size: int | None = None,
     ) -> Iterator[DataProto]:
         config, mask = self.config, mini_batch["attention_mask"]
-        limit = config.max_packed_sequence_length_train if is_train else config.max_packed_sequence_length_forward
-        fewest = config.min_num_micro_batches_train if is_train else config.min_num_micro_batches_forward
+        limit = (
+            config.max_packed_sequence_length_train
+            if is_train
+            else config.max_packed_sequence_length_forward
+        )
+        fewest = (
+            config.min_num_micro_batches_train if is_train else config.min_num_micro_batches_forward
+        )
         if dp_group is None:
             raise ValueError("dp_group: found None, expected the group of the data-parallel ranks")
         if limit is None or limit < mask.shape[-1]:
             name = f"max_packed_sequence_length_{'train' if is_train else 'forward'}"
-            raise ValueError(f"{name}: found {limit}, expected at least the width of the batch, {mask.shape[-1]}")
+            raise ValueError(
+                f"{name}: found {limit}, expected at least the width of the batch, {mask.shape[-1]}"
+            )
         factor = self.get_pad_factor(cp_size, tp_size)
         lengths = [-(-length // factor) * factor for length in mask.sum(1).tolist()]
         num_micro_batches = max(fewest, min(len(lengths), max(1, -(-sum(lengths) // limit))))
@@ -132,13 +155,17 @@ class LoadBalancePacker(SequencePackingPacker):
             yield micro_batch
 
     @staticmethod
-    def restore_results_order(results: dict[str, Tensor], partition_indices_list: list[list[int]]) -> dict[str, Tensor]:
+    def restore_results_order(
+        results: dict[str, Tensor], partition_indices_list: list[list[int]]
+    ) -> dict[str, Tensor]:
         rows = [row for part in partition_indices_list for row in part]
         places = torch.tensor(rows).argsort()
         for key, value in results.items():
             if isinstance(value, Tensor) and value.dim() > 0 and len(value) != len(rows):
                 raise ValueError(f"{key} has {len(value)} rows, the micro-batches had {len(rows)}")
         return {
-            key: value[places.to(value.device)] if isinstance(value, Tensor) and value.dim() > 0 else value
+            key: value[places.to(value.device)]
+            if isinstance(value, Tensor) and value.dim() > 0
+            else value
             for key, value in results.items()
         }

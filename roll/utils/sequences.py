@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def get_eos_mask(response_id: Tensor, eos_token: int = 2, dtype: torch.dtype = torch.int64) -> Tensor:
+def get_eos_mask(
+    response_id: Tensor, eos_token: int = 2, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """1 up to and including the first `eos_token` of each row, 0 after it. Example, eos 1: [5, 1, 7] -> [1, 1, 0]."""
     is_eos = response_id == eos_token
     return (is_eos.cumsum(-1) - is_eos.long() == 0).to(dtype)
@@ -26,7 +28,9 @@ def get_pad_mask(
     left_padded = ~mask[:, 0] & mask.any(-1)
     if left_padded.any():
         rows = left_padded.nonzero().flatten().tolist()
-        raise ValueError(f"response_id starts with the padding token {pad_token} in rows {rows}: pad on the right")
+        raise ValueError(
+            f"response_id starts with the padding token {pad_token} in rows {rows}: pad on the right"
+        )
     return mask.to(dtype)
 
 
@@ -39,7 +43,9 @@ def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) 
     return F.pad(tensor, [0, 0] * after_dim + [0, missing], value=pad_value)
 
 
-def adjust_sequence_length(sequence: Tensor, target_length: int, origin_seq_len: int, pad_value: float = 0) -> Tensor:
+def adjust_sequence_length(
+    sequence: Tensor, target_length: int, origin_seq_len: int, pad_value: float = 0
+) -> Tensor:
     """Bring the sequence axis of a tensor from `origin_seq_len` to `target_length` entries.
 
     The axis is the last one whose size is `origin_seq_len`, or `origin_seq_len - 1` for next-token columns, which then
@@ -53,7 +59,9 @@ def adjust_sequence_length(sequence: Tensor, target_length: int, origin_seq_len:
     return sequence
 
 
-def concatenate_input_and_output(input_ids: Tensor, output_ids: Tensor, num_return_sequences: int) -> Tensor:
+def concatenate_input_and_output(
+    input_ids: Tensor, output_ids: Tensor, num_return_sequences: int
+) -> Tensor:
     """Put each prompt before its responses: (P, I) and (P * n, O) to (P * n, I + O), responses of a prompt adjacent."""
     return torch.cat((input_ids.repeat_interleave(num_return_sequences, dim=0), output_ids), dim=1)
 

@@ -23,7 +23,9 @@ def _byte_of_character() -> dict[str, int]:
     """The alphabet of byte-level tokenizers: printable bytes stand for themselves, the others are moved past 255."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 class TokenTexts:
@@ -43,7 +45,10 @@ class TokenTexts:
         self._is_byte_level = '"ByteLevel"' in kind
         self._has_fallback = '"ByteFallback"' in kind
         self._marks_spaces = '"Metaspace"' in kind or "▁" in kind
-        self._added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        self._added = {
+            int(i): str(token)
+            for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        }
         self._pieces: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 

@@ -40,11 +40,20 @@ class RunLog:
     """
 
     def __init__(
-        self, run_dir: str | Path, config: BaseConfig, *, first_step: int = 0, history: Path | None = None
+        self,
+        run_dir: str | Path,
+        config: BaseConfig,
+        *,
+        first_step: int = 0,
+        history: Path | None = None,
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         before = history if history is not None else self.path
-        kept = [line for line in read_metrics(before) if line["step"] < first_step] if before.is_file() else []
+        kept = (
+            [line for line in read_metrics(before) if line["step"] < first_step]
+            if before.is_file()
+            else []
+        )
         _replace(self.path, kept)
         self._file = self.path.open("a", encoding="utf-8")
         self._trackers = make_trackers(Path(run_dir), config, first_step)
@@ -74,7 +83,9 @@ class RunLog:
             try:
                 tracker.close()
             except Exception as error:  # noqa: BLE001 - as in `log`
-                logger.warning("%s did not finish (%s: %s)", tracker.name, type(error).__name__, error)
+                logger.warning(
+                    "%s did not finish (%s: %s)", tracker.name, type(error).__name__, error
+                )
         self._trackers = []
 
 
@@ -94,12 +105,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             values = json.loads(text)
         except json.JSONDecodeError:
             continue
-        lines.append({name: _NON_FINITE.get(v, v) if isinstance(v, str) else v for name, v in values.items()})
+        lines.append(
+            {name: _NON_FINITE.get(v, v) if isinstance(v, str) else v for name, v in values.items()}
+        )
     return lines
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps({name: _json_number(value) for name, value in values.items()}, allow_nan=False) + "\n"
+    return (
+        json.dumps({name: _json_number(value) for name, value in values.items()}, allow_nan=False)
+        + "\n"
+    )
 
 
 def _json_number(value: Any) -> Any:
@@ -135,7 +151,9 @@ class TensorboardTracker(Tracker):
 
     name = "tensorboard"
 
-    def __init__(self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         log_dir = options.pop("log_dir", None)
@@ -155,7 +173,9 @@ class WandbTracker(Tracker):
 
     name = "wandb"
 
-    def __init__(self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int
+    ) -> None:
         import wandb
 
         settings: dict[str, Any] = {"project": "roll", "name": run_dir.name, "dir": str(run_dir)}
@@ -174,10 +194,16 @@ class TrackioTracker(Tracker):
 
     name = "trackio"
 
-    def __init__(self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int
+    ) -> None:
         import trackio
 
-        settings: dict[str, Any] = {"project": "roll", "name": run_dir.name, "config": plain_values(config)}
+        settings: dict[str, Any] = {
+            "project": "roll",
+            "name": run_dir.name,
+            "config": plain_values(config),
+        }
         self._run = trackio.init(**(settings | options))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -192,14 +218,19 @@ class StdoutTracker(Tracker):
 
     name = "stdout"
 
-    def __init__(self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int) -> None: ...
+    def __init__(
+        self, run_dir: Path, config: BaseConfig, options: dict[str, Any], first_step: int
+    ) -> None: ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        logger.info("step %d: %s", step, ", ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+        logger.info(
+            "step %d: %s", step, ", ".join(f"{name}={value:.6g}" for name, value in metrics.items())
+        )
 
 
 TRACKERS: Mapping[str, type] = {
-    tracker.name: tracker for tracker in (TensorboardTracker, WandbTracker, TrackioTracker, StdoutTracker)
+    tracker.name: tracker
+    for tracker in (TensorboardTracker, WandbTracker, TrackioTracker, StdoutTracker)
 }
 FILE_ONLY = ("jsonl", "none")
 
@@ -230,7 +261,9 @@ def make_trackers(run_dir: Path, config: BaseConfig, first_step: int = 0) -> lis
 
 def _start(name: str, run_dir: Path, config: BaseConfig, first_step: int) -> Tracker:
     if name not in TRACKERS:
-        raise MissingDependencyError(f"there is no tracker {name} here; known are {', '.join(TRACKERS)}")
+        raise MissingDependencyError(
+            f"there is no tracker {name} here; known are {', '.join(TRACKERS)}"
+        )
     try:
         return TRACKERS[name](run_dir, config, dict(config.tracker_kwargs), first_step)
     except ImportError as error:

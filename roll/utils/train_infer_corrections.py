@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import Count, aggregate_loss
-from roll.algorithms.off_policy import RangeFilter, apply_filters, gap_statistics, importance_weight, train_infer_gap
+from roll.algorithms.off_policy import (
+    RangeFilter,
+    apply_filters,
+    gap_statistics,
+    importance_weight,
+    train_infer_gap,
+)
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.scalars import to_floats
 from roll.utils.columns import with_columns
@@ -50,7 +56,9 @@ def train_infer_correction(
 ) -> TrainInferCorrection:
     """Weights and filters from the log-probabilities of the trainer (old) and of the engine (infer). The counts are
     those of the optimizer step, by default those of `mask_BT`."""
-    gap = train_infer_gap(old_log_probs_BT=old_log_probs_BT, infer_log_probs_BT=infer_log_probs_BT, mask_BT=mask_BT)
+    gap = train_infer_gap(
+        old_log_probs_BT=old_log_probs_BT, infer_log_probs_BT=infer_log_probs_BT, mask_BT=mask_BT
+    )
     statistics = gap_statistics(gap, num_sequences=num_sequences)
     metrics = {f"actor/train_infer_{name}@sum": value for name, value in statistics.items()}
 
@@ -75,7 +83,10 @@ def train_infer_correction(
         if item.enabled
     ]
     keep_BT, passed = apply_filters(gap, filters)
-    metrics |= {f"actor/train_infer_{name}_mask_mean@sum": token_mean(ok_BT) for name, ok_BT in passed.items()}
+    metrics |= {
+        f"actor/train_infer_{name}_mask_mean@sum": token_mean(ok_BT)
+        for name, ok_BT in passed.items()
+    }
     if cfg.filters:
         metrics["actor/train_infer_final_mask_mean@sum"] = token_mean(keep_BT)
     return TrainInferCorrection(weight_BT, keep_BT, metrics)
@@ -123,11 +134,15 @@ def apply_train_infer_correction_to_batch(
     mask_BT = batch[stat_mask_key][:, -width:]
     # Integers are a placeholder for log-probabilities that nobody computed.
     missing = [
-        key for key in ("old_log_probs", "infer_logprobs") if key not in batch or not batch[key].is_floating_point()
+        key
+        for key in ("old_log_probs", "infer_logprobs")
+        if key not in batch or not batch[key].is_floating_point()
     ]
     if missing:
         if correction_enabled(cfg):
-            raise KeyError(f"train_infer_correction is enabled but the batch has no {' and no '.join(missing)}")
+            raise KeyError(
+                f"train_infer_correction is enabled but the batch has no {' and no '.join(missing)}"
+            )
         ones_BT = torch.ones_like(mask_BT, dtype=torch.float32)
         return with_columns(batch, **{IS_WEIGHT: ones_BT, FILTER_MASK: ones_BT.bool()}), {}
     weight_BT, keep_BT, metrics = compute_train_infer_correction(

@@ -12,7 +12,12 @@ from roll.configs.config_model import ConfigModel
 from roll.exceptions import ConfigError
 
 _ABSENT = object()
-_NAMES = ("exp_name", "pretrain", "reward_pretrain", "output_dir")  # what other values are made from
+_NAMES = (
+    "exp_name",
+    "pretrain",
+    "reward_pretrain",
+    "output_dir",
+)  # what other values are made from
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ def config_rows(values: Mapping[str, Any], pipeline: str | None) -> list[ConfigR
         elif value == default:
             rows.append(ConfigRow(key, value, default, "default"))
         else:
-            follows = section and (values.get(name, _ABSENT) == value or name in ("name", "worker_cls"))
+            follows = section and (
+                values.get(name, _ABSENT) == value or name in ("name", "worker_cls")
+            )
             rows.append(ConfigRow(key, value, default, "follows" if follows else "changed"))
     return rows
 
@@ -61,7 +68,9 @@ def _config_class(pipeline: str | None) -> type[ConfigModel] | None:
         return None
 
 
-def _made_config(values: Mapping[str, Any], model: type[ConfigModel]) -> tuple[dict[str, Any], set[str]]:
+def _made_config(
+    values: Mapping[str, Any], model: type[ConfigModel]
+) -> tuple[dict[str, Any], set[str]]:
     """The config with nothing set but what it cannot be made without, and the names of these keys. The
     config is {} if the values of the run do not help to make one."""
     known = {key: values[key] for key in values if key in model.model_fields}
@@ -76,7 +85,9 @@ def _made_config(values: Mapping[str, Any], model: type[ConfigModel]) -> tuple[d
             given |= missing
 
 
-def _class_defaults(values: Mapping[str, Any], model: type[ConfigModel], path: str) -> Iterator[tuple[str, Any]]:
+def _class_defaults(
+    values: Mapping[str, Any], model: type[ConfigModel], path: str
+) -> Iterator[tuple[str, Any]]:
     """(key, default) of the fields that `values` has, sections included."""
     for name, value in values.items():
         field = model.model_fields.get(str(name))
@@ -84,12 +95,19 @@ def _class_defaults(values: Mapping[str, Any], model: type[ConfigModel], path: s
             continue
         key = f"{path}{name}"
         kinds = _members(field.annotation)
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigModel)), None)
+        inner = next(
+            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigModel)),
+            None,
+        )
         if inner and isinstance(value, Mapping):
-            by_name = any(get_origin(kind) is dict for kind in kinds)  # `rewards: {math: {...}, code: {...}}`
+            by_name = any(
+                get_origin(kind) is dict for kind in kinds
+            )  # `rewards: {math: {...}, code: {...}}`
             for entry, section in value.items() if by_name else [("", value)]:
                 if isinstance(section, Mapping):
-                    yield from _class_defaults(section, inner, f"{key}.{entry}." if entry else f"{key}.")
+                    yield from _class_defaults(
+                        section, inner, f"{key}.{entry}." if entry else f"{key}."
+                    )
         elif not field.is_required():
             yield key, field.get_default(call_default_factory=True, validated_data={})
 

@@ -83,7 +83,9 @@ def first_metric(run: RunData, *names: str) -> tuple[str, Series] | None:
     return None
 
 
-def spikes(series: Series, *, factor: float = 5.0, window: int = 20, at_least: float = 0.0) -> Series:
+def spikes(
+    series: Series, *, factor: float = 5.0, window: int = 20, at_least: float = 0.0
+) -> Series:
     """Points that stand far above the `window` points before them: more than `factor` times their median, ten typical
     deviations above it, and twice their largest. The first eight points have no past to compare with."""
     found = []
@@ -112,7 +114,12 @@ def status(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
     if state == "stopped":
         last = run.steps[-1] if run.steps else None
         return [
-            Finding("info", "The run was stopped before its end", "It can be resumed from its last checkpoint.", last)
+            Finding(
+                "info",
+                "The run was stopped before its end",
+                "It can be resumed from its last checkpoint.",
+                last,
+            )
         ]
     return [] if state == "finished" else None
 
@@ -120,7 +127,11 @@ def status(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
 def nan_metrics(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
     found = []
     for name, values in run.metrics.items():
-        odd = [step for step, v in zip(run.steps, values, strict=True) if v is not None and not math.isfinite(v)]
+        odd = [
+            step
+            for step, v in zip(run.steps, values, strict=True)
+            if v is not None and not math.isfinite(v)
+        ]
         if odd:
             found.append((odd[0], name, len(odd)))
     findings = []
@@ -139,11 +150,17 @@ def nan_metrics(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
                 name,
             )
         )
-    odd_tokens = [(item.step, sum(item.odd.values()), ", ".join(item.odd)) for item in stats if item.odd]
+    odd_tokens = [
+        (item.step, sum(item.odd.values()), ", ".join(item.odd)) for item in stats if item.odd
+    ]
     if odd_tokens:
         step, count, columns = odd_tokens[0]
         detail = f"{count} trained or generated tokens of step {step} have a {columns} that is NaN or infinite."
-        findings.append(Finding("bad", f"Tokens without a finite number at step {step}", detail, step, samples=True))
+        findings.append(
+            Finding(
+                "bad", f"Tokens without a finite number at step {step}", detail, step, samples=True
+            )
+        )
     return findings if run.metrics or stats else None
 
 
@@ -154,14 +171,22 @@ def skipped(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
             hit = [(step, value) for step, value in metric_series(run, name) if value > 0]
             if hit:
                 what = (
-                    "its gradient was not finite" if name.endswith("skipped_steps") else "no token was left to train on"
+                    "its gradient was not finite"
+                    if name.endswith("skipped_steps")
+                    else "no token was left to train on"
                 )
                 detail = f"{len(hit)} of {len(run.steps)} steps changed nothing, because {what}."
-                title = f"Step {hit[0][0]} was skipped" if len(hit) == 1 else f"{len(hit)} steps were skipped"
+                title = (
+                    f"Step {hit[0][0]} was skipped"
+                    if len(hit) == 1
+                    else f"{len(hit)} steps were skipped"
+                )
                 severity = "bad" if len(hit) > max(1, len(run.steps) // 10) else "warn"
                 findings.append(Finding(severity, title, detail, hit[0][0], name))
     gaps = [(a, b) for a, b in zip(run.steps, run.steps[1:], strict=False) if b - a > 1]
-    regular = len({b - a for a, b in zip(run.steps, run.steps[1:], strict=False)}) <= 1  # logged every nth step
+    regular = (
+        len({b - a for a, b in zip(run.steps, run.steps[1:], strict=False)}) <= 1
+    )  # logged every nth step
     if gaps and not regular:
         a, b = gaps[0]
         detail = f"Nothing was logged between step {a} and step {b} ({len(gaps)} such gaps)."
@@ -184,11 +209,15 @@ def ratio_off_one(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | N
         f"{len(series)} steps. Near 1 the update is on the data that was sampled; far from it the clip throws "
         "gradients away. Fewer passes over a batch, a smaller learning rate or fresher samples bring it back."
     )
-    return [Finding("bad" if off > 0.5 else "warn", "The policy ratio is off 1", detail, step, name)]
+    return [
+        Finding("bad" if off > 0.5 else "warn", "The policy ratio is off 1", detail, step, name)
+    ]
 
 
 def gap_growing(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-    series = [(item.step, item.gap) for item in stats if item.gap is not None and item.split == "train"]
+    series = [
+        (item.step, item.gap) for item in stats if item.gap is not None and item.split == "train"
+    ]
     name = None
     if not series:
         known = first_metric(
@@ -213,13 +242,28 @@ def gap_growing(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
         "precision, and sampling settings such as top-p; the train/infer correction limits the damage."
     )
     title = "The log-prob gap is growing" if grows else "The log-prob gap is large"
-    return [Finding("bad" if max(worst, last) > 0.3 else "warn", title, detail, step, name, samples=name is None)]
+    return [
+        Finding(
+            "bad" if max(worst, last) > 0.3 else "warn",
+            title,
+            detail,
+            step,
+            name,
+            samples=name is None,
+        )
+    ]
 
 
 def flat_groups(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-    series = [(item.step, item.flat_groups / item.groups) for item in stats if item.groups and item.split == "train"]
+    series = [
+        (item.step, item.flat_groups / item.groups)
+        for item in stats
+        if item.groups and item.split == "train"
+    ]
     name = None
-    if known := first_metric(run, "critic/zero_std_group_frac"):  # of all groups, not only of those that were kept
+    if known := first_metric(
+        run, "critic/zero_std_group_frac"
+    ):  # of all groups, not only of those that were kept
         name, series = known
     if not series:
         return None
@@ -235,13 +279,30 @@ def flat_groups(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
     detail = (
         f"In {late:.0%} of the groups of the last quarter all answers got the same score, so they give no gradient. "
         + ("The tasks have become too easy: harder ones would teach more." if easy else "")
-        + ("" if easy else "The tasks may be too hard or too easy; more samples per prompt or other tasks help.")
+        + (
+            ""
+            if easy
+            else "The tasks may be too hard or too easy; more samples per prompt or other tasks help."
+        )
     )
-    return [Finding("info" if easy else "warn", "Most groups carry no signal", detail, step, name, samples=True)]
+    return [
+        Finding(
+            "info" if easy else "warn",
+            "Most groups carry no signal",
+            detail,
+            step,
+            name,
+            samples=True,
+        )
+    ]
 
 
 def truncation(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-    series = [(item.step, item.truncated / item.finished) for item in stats if item.finished and item.split == "train"]
+    series = [
+        (item.step, item.truncated / item.finished)
+        for item in stats
+        if item.finished and item.split == "train"
+    ]
     name = None
     if not series:
         known = first_metric(run, "token/total_response_length/clip", "actor/max_len_mask_ratio")
@@ -256,14 +317,27 @@ def truncation(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None
         f"{late:.0%} of the answers of the last quarter, and {worst:.0%} at step {step}, ended because they hit the "
         "length limit. Their score says little about them. Raise the response length, or mask such answers."
     )
-    return [Finding("bad" if late > 0.5 else "warn", "Answers are cut off", detail, step, name, samples=name is None)]
+    return [
+        Finding(
+            "bad" if late > 0.5 else "warn",
+            "Answers are cut off",
+            detail,
+            step,
+            name,
+            samples=name is None,
+        )
+    ]
 
 
 def spike_rule(what: str, advice: str, floor: float, *stems: str) -> Rule:
     """A rule for sudden jumps of the metrics whose last part is one of `stems`."""
 
     def rule(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-        names = [name for name in run.metrics if name.rpartition("/")[2] in stems and not name.startswith("val/")]
+        names = [
+            name
+            for name in run.metrics
+            if name.rpartition("/")[2] in stems and not name.startswith("val/")
+        ]
         findings = []
         for name in names:
             found = spikes(metric_series(run, name), at_least=floor)
@@ -271,7 +345,11 @@ def spike_rule(what: str, advice: str, floor: float, *stems: str) -> Rule:
                 step, value = max(found, key=lambda point: point[1])
                 times = "once" if len(found) == 1 else f"{len(found)} times"
                 detail = f"{name} jumped {times} far above what it was before; at step {step} to {value:.3g}. {advice}"
-                findings.append(Finding("warn", f"{what} jumps to {value:.3g} at step {step}", detail, step, name))
+                findings.append(
+                    Finding(
+                        "warn", f"{what} jumps to {value:.3g} at step {step}", detail, step, name
+                    )
+                )
         return findings if names else None
 
     return rule
@@ -283,7 +361,10 @@ def constant_parts(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | 
     count: dict[str, int] = {}
     for item in stats:
         for name, (number, low, high, _) in item.parts.items():
-            lowest[name], highest[name] = min(low, lowest.get(name, low)), max(high, highest.get(name, high))
+            lowest[name], highest[name] = (
+                min(low, lowest.get(name, low)),
+                max(high, highest.get(name, high)),
+            )
             count[name] = count.get(name, 0) + number
     if not count:
         return None
@@ -308,14 +389,17 @@ def score_falls(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
     name, series = known
     size = max(2, len(series) // 8)
     means = [
-        (series[i + size - 1][0], sum(v for _, v in series[i : i + size]) / size) for i in range(len(series) - size + 1)
+        (series[i + size - 1][0], sum(v for _, v in series[i : i + size]) / size)
+        for i in range(len(series) - size + 1)
     ]
     best_step, best = max(means, key=lambda point: point[1])
     start, end = means[0][1], means[-1][1]
-    if best > start and best - end > 0.5 * (best - start) and best - end > 0.05 * max(1.0, abs(best)):
-        detail = (
-            f"It rose to {best:.3g} around step {best_step} and is back at {end:.3g}. Compare samples of both times."
-        )
+    if (
+        best > start
+        and best - end > 0.5 * (best - start)
+        and best - end > 0.05 * max(1.0, abs(best))
+    ):
+        detail = f"It rose to {best:.3g} around step {best_step} and is back at {end:.3g}. Compare samples of both times."
         return [Finding("warn", "The score fell after its best", detail, best_step, name)]
     return []
 
@@ -328,9 +412,7 @@ def entropy_collapse(run: RunData, stats: Sequence[StepStats]) -> list[Finding] 
     first, last = quarters(series)
     if first > 0 and last < 0.05 * first:
         step = next(step for step, value in series if value < 0.05 * first)
-        detail = (
-            f"It fell from {first:.2g} to {last:.2g}: the model gives the same answer every time and stops exploring."
-        )
+        detail = f"It fell from {first:.2g} to {last:.2g}: the model gives the same answer every time and stops exploring."
         return [Finding("warn", "Entropy has collapsed", detail, step, name)]
     return []
 
@@ -369,7 +451,10 @@ RULES: dict[str, Rule] = {
         "policykl",
     ),
     "Gradient norm without jumps": spike_rule(
-        "The gradient norm", "Clipping limits it; if it comes back, lower the learning rate.", 0.5, "grad_norm"
+        "The gradient norm",
+        "Clipping limits it; if it comes back, lower the learning rate.",
+        0.5,
+        "grad_norm",
     ),
     "Reward parts vary": constant_parts,
     "The score holds": score_falls,

@@ -24,7 +24,9 @@ FORMAT = 1  # of the data files; files of another format are made anew
 PLOTLY = "plotly.min.js"
 
 
-def build_report(run_dirs: Sequence[str | Path], out: str | Path | None = None, *, live: bool = False) -> Path:
+def build_report(
+    run_dirs: Sequence[str | Path], out: str | Path | None = None, *, live: bool = False
+) -> Path:
     """Write the report of one run, or of several beside each other, and return the path of its page.
 
     Only what changed since the last call is made again. Odd data never raises; the page says what could not be read.
@@ -42,7 +44,11 @@ def build_report(run_dirs: Sequence[str | Path], out: str | Path | None = None, 
     folders = [Path(folder) for folder in run_dirs]
     if not folders:
         raise ValueError("a report needs at least one run folder")
-    page = Path(out) if out is not None else folders[0] / ("report.html" if len(folders) == 1 else "compare.html")
+    page = (
+        Path(out)
+        if out is not None
+        else folders[0] / ("report.html" if len(folders) == 1 else "compare.html")
+    )
     if page.suffix != ".html":
         raise ValueError(f"out={str(page)!r}: expected the name of an .html file")
     runs = [read_run(folder) for folder in folders]
@@ -66,7 +72,11 @@ class _Cache:
             known = json.loads(path.read_text())
         except (OSError, ValueError):
             known = {}
-        self._old = known.get("files", {}) if isinstance(known, dict) and known.get("format") == FORMAT else {}
+        self._old = (
+            known.get("files", {})
+            if isinstance(known, dict) and known.get("format") == FORMAT
+            else {}
+        )
         self._new: dict[str, dict[str, Any]] = {}
 
     def get(self, key: str, stamp: str) -> dict[str, Any] | None:
@@ -85,7 +95,10 @@ def _copy_page(page: Path, assets: Path) -> bool:
     for source in STATIC.iterdir():
         if source.name != "report.html":
             _write(assets / source.name, source.read_text(encoding="utf-8"))
-    _write(page, (STATIC / "report.html").read_text(encoding="utf-8").replace("{{assets}}", assets.name))
+    _write(
+        page,
+        (STATIC / "report.html").read_text(encoding="utf-8").replace("{{assets}}", assets.name),
+    )
     library = plotly_script()
     if library is not None:
         target = assets / PLOTLY
@@ -116,19 +129,37 @@ def _write_run(run: RunData, number: int, data: Path, cache: _Cache) -> dict[str
         stats.append(StepStats(**made["stats"]))
         kept |= {f"{name}.js", *(f"{name}-{piece}.js" for piece in range(made["pieces"]))}
         key = f"{folder}/{name}"
-        steps.append({"step": file.step, "split": file.split, "key": key, "stamp": file.stamp, "stats": made["stats"]})
+        steps.append(
+            {
+                "step": file.step,
+                "split": file.split,
+                "key": key,
+                "stamp": file.stamp,
+                "stats": made["stats"],
+            }
+        )
     for path in (data / folder).glob("*.js"):  # of steps that the run folder no longer holds
         if path.name not in kept:
             path.unlink(missing_ok=True)
     try:
         checks = health.as_json(health.check(run, stats))
-        config = config_diff.as_json(config_diff.config_rows(run.config, str(run.info.get("pipeline"))))
+        config = config_diff.as_json(
+            config_diff.config_rows(run.config, str(run.info.get("pipeline")))
+        )
     except Exception as error:  # noqa: BLE001  a report with a hole is better than a run that fails at its end
         checks, config = [], []
-        run.problem(f"The health panel or the config could not be made: {type(error).__name__}: {error}")
+        run.problem(
+            f"The health panel or the config could not be made: {type(error).__name__}: {error}"
+        )
     times = [time for time in run.times if time is not None]
-    columns = {name: [significant(value) for value in values] for name, values in run.metrics.items()}
-    _write_data(data, f"{folder}/metrics", pack_json({"steps": run.steps, "times": run.times, "metrics": columns}))
+    columns = {
+        name: [significant(value) for value in values] for name, values in run.metrics.items()
+    }
+    _write_data(
+        data,
+        f"{folder}/metrics",
+        pack_json({"steps": run.steps, "times": run.times, "metrics": columns}),
+    )
     _write_data(data, f"{folder}/config", pack_json({"rows": config}))
     return {
         "name": run.name,
@@ -142,7 +173,9 @@ def _write_run(run: RunData, number: int, data: Path, cache: _Cache) -> dict[str
     }
 
 
-def _write_step(run: RunData, file: RolloutFile, data: Path, name: str, cache: _Cache) -> dict[str, Any]:
+def _write_step(
+    run: RunData, file: RolloutFile, data: Path, name: str, cache: _Cache
+) -> dict[str, Any]:
     """Write the data files of one step, unless they are there; what the cache knows of it: stats, number of pieces."""
     key = f"{run.path.resolve()}/{file.path.name}"
     made: dict[str, Any] | None = cache.get(key, file.stamp)

@@ -70,7 +70,9 @@ def read_run(run_dir: str | Path) -> RunData:
     """
     path = Path(run_dir)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a folder; expected the folder of a run, as printed when it started")
+        raise FileNotFoundError(
+            f"{path} is not a folder; expected the folder of a run, as printed when it started"
+        )
     run = RunData(path, path.resolve().name)
     known = ("run.json", "metrics.jsonl", "config.yaml", "rollouts")
     if not any((path / name).exists() for name in known):
@@ -90,7 +92,9 @@ def rollout_files(run_dir: Path) -> list[RolloutFile]:
         if (match := _ROLLOUTS.fullmatch(path.name)) and path.is_file():
             stat = path.stat()
             split = "train" if match[1] == "step" else "val"
-            files.append(RolloutFile(path, int(match[2]), split, f"{stat.st_size}-{stat.st_mtime_ns}"))
+            files.append(
+                RolloutFile(path, int(match[2]), split, f"{stat.st_size}-{stat.st_mtime_ns}")
+            )
     return sorted(files, key=lambda file: (file.step, file.split))
 
 
@@ -103,10 +107,17 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                if line.endswith("\n"):  # otherwise it is still being written, or was when the run was killed
+                if line.endswith(
+                    "\n"
+                ):  # otherwise it is still being written, or was when the run was killed
                     yield number, str(error)
                 continue
-            yield number, value if isinstance(value, dict) else f"expected an object, found {line.strip()[:40]!r}"
+            yield (
+                number,
+                value
+                if isinstance(value, dict)
+                else f"expected an object, found {line.strip()[:40]!r}",
+            )
 
 
 def as_number(value: Any) -> float | None:

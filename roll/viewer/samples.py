@@ -95,7 +95,13 @@ def pack_step(file: RolloutFile, problem: Callable[[str], None]) -> PackedStep:
             problem(f"{file.path.name}, line {number}: {record}")
         else:
             records.append(
-                (record, _tokens_of(record, lambda text, n=number: problem(f"{file.path.name}, line {n}: {text}")))
+                (
+                    record,
+                    _tokens_of(
+                        record,
+                        lambda text, n=number: problem(f"{file.path.name}, line {n}: {text}"),
+                    ),
+                )
             )
     stats = _stats(file, [record for record, _ in records])
     groups: dict[str, int] = {}
@@ -107,7 +113,9 @@ def pack_step(file: RolloutFile, problem: Callable[[str], None]) -> PackedStep:
         for index, (record, tokens) in enumerate(piece):
             name = record.get("group")
             key = str(name) if name is not None else _text(record, "prompt")
-            rows.append([groups.setdefault(key, len(groups)), *_row(record, tokens), len(pieces), index])
+            rows.append(
+                [groups.setdefault(key, len(groups)), *_row(record, tokens), len(pieces), index]
+            )
         pieces.append(_pack_piece(piece, vocabulary, stats, gaps))
     if gaps:
         gap = np.concatenate(gaps)
@@ -173,7 +181,9 @@ def _tokens_of(record: dict[str, Any], problem: Callable[[str], None]) -> _Token
         if isinstance(values, list) and len(values) == length:
             columns[name] = values
         else:
-            problem(f"tokens.{name} does not have one entry for each of {length} tokens; it is left out")
+            problem(
+                f"tokens.{name} does not have one entry for each of {length} tokens; it is left out"
+            )
     if set(map(type, ids)) != {int}:
         ids = [as_whole(i) or 0 for i in ids]
     return _Tokens(ids, texts, [1 if m else 0 for m in mask], columns)
@@ -187,7 +197,9 @@ def _pieces(
     for record, tokens in records:
         size = len(tokens.texts) if tokens else 0
         characters = (
-            sum(map(len, tokens.texts)) if tokens else len(_text(record, "prompt")) + len(_text(record, "response"))
+            sum(map(len, tokens.texts))
+            if tokens
+            else len(_text(record, "prompt")) + len(_text(record, "response"))
         )
         full = len(piece) == PIECE_SAMPLES or num_tokens + size > PIECE_TOKENS
         if piece and (full or num_characters + characters > PIECE_CHARACTERS):
@@ -207,7 +219,10 @@ def _row(record: dict[str, Any], tokens: _Tokens | None) -> list[Any]:
         significant(as_number(record.get("score")), 4),
         significant(as_number(record.get("advantage")), 4),
         trained,
-        *(_text(record, key)[:PREVIEW] or None for key in ("finish_reason", "dropped", "tag", "domain", "ranked")),
+        *(
+            _text(record, key)[:PREVIEW] or None
+            for key in ("finish_reason", "dropped", "tag", "domain", "ranked")
+        ),
         preview,
     ]
 
@@ -230,7 +245,9 @@ def _pack_piece(
     names = [name for name in COLUMNS if any(name in tokens.columns for tokens in with_tokens)]
     columns, missing = {}, {}
     for name in names:
-        flat = list(chain.from_iterable(t.columns.get(name) or [None] * len(t.texts) for t in with_tokens))
+        flat = list(
+            chain.from_iterable(t.columns.get(name) or [None] * len(t.texts) for t in with_tokens)
+        )
         columns[name], missing[name] = _floats(flat)
     known = ~np.logical_and.reduce(list(missing.values())) if names else np.zeros(len(words), bool)
     mask = np.fromiter(chain.from_iterable(t.mask for t in with_tokens), bool, len(words))
@@ -256,7 +273,11 @@ def _pack_piece(
         details = _details(record, tokens)
         if tokens:
             part = slice(bounds[position], bounds[position + 1])
-            details |= {"length": len(tokens.texts), "mask": _runs(mask[part]), "known": _runs(known[part])}
+            details |= {
+                "length": len(tokens.texts),
+                "mask": _runs(mask[part]),
+                "known": _runs(known[part]),
+            }
             position += 1
         samples.append(details)
     nulls = {name: np.flatnonzero(missing[name][known]).tolist() for name in names}
@@ -289,7 +310,9 @@ def _details(record: dict[str, Any], tokens: _Tokens | None) -> dict[str, Any]:
     details: dict[str, Any] = {
         "truth": record.get("ground_truth"),
         "reward": significant(as_number(record.get("reward"))),
-        "parts": {str(k): significant(as_number(v)) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
+        "parts": {str(k): significant(as_number(v)) for k, v in rewards.items()}
+        if isinstance(rewards, dict)
+        else {},
         "version": record.get("policy_version"),
         "turns": _turns(record.get("turns"), len(tokens.texts)) if tokens else [],
         "dropped": _text(record, "dropped"),
@@ -309,7 +332,14 @@ def _turns(turns: Any, length: int) -> list[list[Any]]:
         previous = result[-1][2] if result else 0
         if start is None or end is None or not previous <= start <= end <= length:
             return []
-        result.append([int(turn.get("role") == "response"), start, end, significant(as_number(turn.get("reward")))])
+        result.append(
+            [
+                int(turn.get("role") == "response"),
+                start,
+                end,
+                significant(as_number(turn.get("reward"))),
+            ]
+        )
     return result
 
 
@@ -336,6 +366,9 @@ def _stats(file: RolloutFile, records: list[dict[str, Any]]) -> StepStats:
     every = list(chain.from_iterable(scores.values()))
     stats.score = significant(sum(every) / len(every)) if every else None
     groups = [values for key, values in scores.items() if len(values) > 1 and key != "None"]
-    stats.groups, stats.flat_groups = len(groups), sum(max(values) == min(values) for values in groups)
+    stats.groups, stats.flat_groups = (
+        len(groups),
+        sum(max(values) == min(values) for values in groups),
+    )
     stats.parts = {name: (len(v), min(v), max(v), sum(v) / len(v)) for name, v in parts.items()}
     return stats

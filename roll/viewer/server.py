@@ -48,7 +48,9 @@ class ReportServer:
         interval: seconds between two looks at the run folder.
     """
 
-    def __init__(self, run_dir: str | Path, host: str = "127.0.0.1", port: int = 0, interval: float = 2.0) -> None:
+    def __init__(
+        self, run_dir: str | Path, host: str = "127.0.0.1", port: int = 0, interval: float = 2.0
+    ) -> None:
         self.root = Path(run_dir).resolve()
         self._interval = interval
         self._lock = threading.Lock()
@@ -120,13 +122,21 @@ class ReportServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 def serve(
-    run_dir: str | Path, host: str = "127.0.0.1", port: int = 0, *, open_browser: bool = False, interval: float = 2.0
+    run_dir: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    open_browser: bool = False,
+    interval: float = 2.0,
 ) -> None:
     """Serve the report of `run_dir` and follow the run until Ctrl-C. Prints the address."""
     server = ReportServer(run_dir, host, port, interval)
@@ -170,10 +180,14 @@ def _handler_for(server: ReportServer) -> type[BaseHTTPRequestHandler]:
                 try:
                     server.refresh()
                 except OSError as error:  # a full disk, a folder that was moved: what was made before is still good
-                    _log.warning("the report of %s is not brought up to date: %s", server.root, error)
+                    _log.warning(
+                        "the report of %s is not brought up to date: %s", server.root, error
+                    )
             file = server.find(self.path)
             if file is None:
-                self._refuse(HTTPStatus.NOT_FOUND, "This server only gives out the report of one run.")
+                self._refuse(
+                    HTTPStatus.NOT_FOUND, "This server only gives out the report of one run."
+                )
                 return
             body = _read(file)
             if body is None:
@@ -212,7 +226,9 @@ def _refusal(headers: Any, server: ReportServer) -> str | None:
     if any(origin not in (f"http://{hosts[0]}",) for origin in origins):
         return "Pages of other origins may not read this."
     site = headers.get("Sec-Fetch-Site", "none")
-    is_navigation = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+    is_navigation = (
+        headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+    )
     if site not in ("none", "same-origin") and not is_navigation:
         return "Pages of other origins may not read this."
     return None

@@ -7,18 +7,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import GARBAGE, padded, poisoned, random_mask
 
-from roll.algorithms.advantages import ADVANTAGE_ESTIMATORS, RewardNorm, compute_advantages, get_estimator
+from roll.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    RewardNorm,
+    compute_advantages,
+    get_estimator,
+)
 from roll.algorithms.masking import masked_whiten
 from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 
 R = torch.tensor([[0.0, 1.0, 9.0, 2.0], [0.0, -1.0, 0.0, 0.0]])
 V = torch.tensor([[0.5, 0.25, 9.0, 1.0], [0.0, 0.5, 0.0, 0.0]])
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 0, 0]])
-EVERYTHING = {"gamma": 0.9, "lam": 0.8, "whiten_rewards": True, "whiten_advantages": True, "clip": 1.0}
+EVERYTHING = {
+    "gamma": 0.9,
+    "lam": 0.8,
+    "whiten_rewards": True,
+    "whiten_advantages": True,
+    "clip": 1.0,
+}
 
 
 def run(estimator: str, **options):
-    kwargs = {"rewards": R, "mask": MASK, "values": V, "gamma": 0.5, "lam": 0.5, "estimator": estimator}
+    kwargs = {
+        "rewards": R,
+        "mask": MASK,
+        "values": V,
+        "gamma": 0.5,
+        "lam": 0.5,
+        "estimator": estimator,
+    }
     return compute_advantages(**kwargs | options)
 
 
@@ -45,11 +63,15 @@ def test_reward_normalisation_of_the_presets(name, norm):
     assert get_estimator(name).reward_norm == norm
 
 
-@pytest.mark.parametrize("name", ["reinforce", "grpo", "gigpo", "step_reinforce", "rloo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "name", ["reinforce", "grpo", "gigpo", "step_reinforce", "rloo", "dr_grpo"]
+)
 def test_reinforce_like_estimators(name):
     out = run(name)
     assert out.advantages.tolist() == [[1, 2, 0, 2], [-0.5, -1, 0, 0]]
-    assert torch.equal(out.returns, out.advantages) and torch.equal(out.raw_advantages, out.advantages)
+    assert torch.equal(out.returns, out.advantages) and torch.equal(
+        out.raw_advantages, out.advantages
+    )
 
 
 def test_agentic_reinforce_discounts_per_turn():
@@ -66,12 +88,16 @@ def test_gae_uses_values():
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_reinforce_plus_plus_whitens_over_the_batch(name):
     out, returns = run(name), discounted_returns(R, MASK, 0.5)
-    assert torch.equal(out.advantages, masked_whiten(returns, MASK)) and torch.equal(out.raw_advantages, returns)
+    assert torch.equal(out.advantages, masked_whiten(returns, MASK)) and torch.equal(
+        out.raw_advantages, returns
+    )
     assert torch.equal(run(name, whiten_advantages=True).advantages, out.advantages)
 
 
 def test_unknown_estimators_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown adv_estimator 'ppo'; known: gae, reinforce, grpo"):
+    with pytest.raises(
+        ValueError, match=r"unknown adv_estimator 'ppo'; known: gae, reinforce, grpo"
+    ):
         run("ppo")
 
 
@@ -100,7 +126,9 @@ def test_one_token_is_not_whitened():
 
 def test_results_do_not_share_memory():
     out = run("grpo")
-    pointers = {x.data_ptr() for x in (out.advantages, out.returns, out.raw_advantages, out.rewards)}
+    pointers = {
+        x.data_ptr() for x in (out.advantages, out.returns, out.raw_advantages, out.rewards)
+    }
     assert len(pointers) == 4
 
 
@@ -128,17 +156,28 @@ def test_garbage_under_the_mask_changes_no_bit(name, garbage):
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@given(seed=st.integers(0, 10_000), left=st.integers(0, 30), right=st.integers(0, 30), garbage=st.sampled_from(GARBAGE))
+@given(
+    seed=st.integers(0, 10_000),
+    left=st.integers(0, 30),
+    right=st.integers(0, 30),
+    garbage=st.sampled_from(GARBAGE),
+)
 @settings(max_examples=8, deadline=None)
 def test_padding_changes_no_bit(name, seed, left, right, garbage):
     mask = random_mask(seed)
     generator = torch.Generator().manual_seed(seed)
     rewards, values = (torch.randn(mask.shape, generator=generator) for _ in range(2))
-    out = compute_advantages(rewards=rewards, values=values, mask=mask, estimator=name, **EVERYTHING)
+    out = compute_advantages(
+        rewards=rewards, values=values, mask=mask, estimator=name, **EVERYTHING
+    )
     wide = [padded(x, left, right, garbage) for x in (rewards, values, mask)]
-    padded_out = compute_advantages(rewards=wide[0], values=wide[1], mask=wide[2], estimator=name, **EVERYTHING)
+    padded_out = compute_advantages(
+        rewards=wide[0], values=wide[1], mask=wide[2], estimator=name, **EVERYTHING
+    )
     for field in ("advantages", "returns", "raw_advantages", "rewards"):
-        assert torch.equal(getattr(out, field), getattr(padded_out, field)[:, left : left + mask.shape[1]])
+        assert torch.equal(
+            getattr(out, field), getattr(padded_out, field)[:, left : left + mask.shape[1]]
+        )
     assert padded_out.clip_frac == out.clip_frac
 
 
@@ -167,4 +206,6 @@ def test_whole_chain_matches_the_reference(seed):
 def test_turns_with_one_token_each_are_tokens():
     mask = torch.tensor([[1, 0, 1, 0, 1]])
     rewards = torch.tensor([[1.0, 5.0, 2.0, 5.0, 4.0]])
-    assert torch.equal(turn_discounted_returns(rewards, mask, 0.5), discounted_returns(rewards, mask, 0.5))
+    assert torch.equal(
+        turn_discounted_returns(rewards, mask, 0.5), discounted_returns(rewards, mask, 0.5)
+    )

@@ -34,8 +34,12 @@ def test_hand_computed(mode: str, local: float, global_counts: float) -> None:
 
 def test_weights_multiply_rows() -> None:
     weights = torch.tensor([2.0, 0.5, float("nan")])  # the weight of an empty row does not exist
-    assert aggregate_loss(LOSS, MASK, "token-mean", weights_B=weights).item() == pytest.approx((2 * 3 + 0.5 * 3) / 3)
-    assert aggregate_loss(LOSS, MASK, "seq-mean-token-mean", weights_B=weights).item() == pytest.approx(4.5 / 2)
+    assert aggregate_loss(LOSS, MASK, "token-mean", weights_B=weights).item() == pytest.approx(
+        (2 * 3 + 0.5 * 3) / 3
+    )
+    assert aggregate_loss(
+        LOSS, MASK, "seq-mean-token-mean", weights_B=weights
+    ).item() == pytest.approx(4.5 / 2)
 
 
 def test_half_precision_is_summed_in_float32() -> None:
@@ -61,7 +65,9 @@ def test_matches_plain_loops(mode: str, seed: int, empty_row: bool) -> None:
         weights=weights.tolist(),
         norm_factor=7,
     )
-    actual = aggregate_loss(loss, mask, mode, num_tokens=11, num_sequences=5, weights_B=weights, norm_factor=7)
+    actual = aggregate_loss(
+        loss, mask, mode, num_tokens=11, num_sequences=5, weights_B=weights, norm_factor=7
+    )
     assert actual.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
@@ -71,10 +77,16 @@ def test_matches_plain_loops(mode: str, seed: int, empty_row: bool) -> None:
 def test_any_split_adds_up_to_the_whole(mode: str, seed: int) -> None:
     mask = random_mask(seed, rows=6, empty_row=True)
     loss = torch.randn(mask.shape)
-    counts = {"num_tokens": count_tokens(mask), "num_sequences": count_sequences(mask), "norm_factor": mask.shape[1]}
+    counts = {
+        "num_tokens": count_tokens(mask),
+        "num_sequences": count_sequences(mask),
+        "norm_factor": mask.shape[1],
+    }
     whole = aggregate_loss(loss, mask, mode)
     parts = [
-        aggregate_loss(loss[rows][:, window(mask[rows])], mask[rows][:, window(mask[rows])], mode, **counts)
+        aggregate_loss(
+            loss[rows][:, window(mask[rows])], mask[rows][:, window(mask[rows])], mode, **counts
+        )
         for rows in cuts(len(mask), seed)
     ]
     torch.testing.assert_close(sum(parts), whole)
@@ -90,14 +102,18 @@ def test_masked_entries_do_not_exist(mode: str, garbage: float) -> None:
         aggregate_loss(loss, mask, mode).backward()
     assert torch.equal(aggregate_loss(clean, mask, mode), aggregate_loss(dirty, mask, mode))
     assert torch.equal(clean.grad, dirty.grad)
-    wide = aggregate_loss(padded(clean, 3, 2, garbage), padded(mask, 3, 2, garbage), mode, norm_factor=9)
+    wide = aggregate_loss(
+        padded(clean, 3, 2, garbage), padded(mask, 3, 2, garbage), mode, norm_factor=9
+    )
     torch.testing.assert_close(wide, aggregate_loss(clean, mask, mode, norm_factor=9))
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_an_empty_mask_gives_a_connected_zero(mode: str) -> None:
     loss = torch.full((2, 3), float("nan"), requires_grad=True)
-    result = aggregate_loss(loss, torch.zeros(2, 3), mode, num_tokens=0, num_sequences=torch.tensor(0))
+    result = aggregate_loss(
+        loss, torch.zeros(2, 3), mode, num_tokens=0, num_sequences=torch.tensor(0)
+    )
     result.backward()
     assert result.item() == 0
     assert torch.equal(loss.grad, torch.zeros(2, 3))
@@ -124,13 +140,18 @@ def test_l10_empty_rows_are_not_sequences() -> None:
 
 def test_l17_zero_counts_are_taken_as_one() -> None:
     assert aggregate_loss(LOSS, MASK, "token-mean", num_tokens=0).item() == 6
-    assert aggregate_loss(LOSS, MASK, "seq-mean-token-sum", num_sequences=torch.tensor(0.0)).item() == 6
+    assert (
+        aggregate_loss(LOSS, MASK, "seq-mean-token-sum", num_sequences=torch.tensor(0.0)).item()
+        == 6
+    )
 
 
 def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"unknown aggregation mode 'mean'; known: token-mean"):
         aggregate_loss(LOSS, MASK, "mean")
-    with pytest.raises(ValueError, match=r"loss has shape \(3, 3\) but its mask has shape \(3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"loss has shape \(3, 3\) but its mask has shape \(3, 4\)"
+    ):
         aggregate_loss(LOSS, torch.ones(3, 4), "token-mean")
     with pytest.raises(ValueError, match=r"one entry per row, \(3,\), got \(2,\)"):
         aggregate_loss(LOSS, MASK, "token-mean", weights_B=torch.ones(2))
@@ -147,5 +168,7 @@ def test_sample_weights_by_hand() -> None:
     torch.testing.assert_close(weights, torch.tensor([0.6, 1.6, 0.8, 0.0]))
     same = mean_one_sample_weights(valid_B=valid, lengths_B=torch.tensor([7, 7, 7, 0]))
     torch.testing.assert_close(same, torch.tensor([1.0, 1.0, 1.0, 0.0]))
-    nothing = mean_one_sample_weights(valid_B=torch.zeros(2, dtype=torch.bool), lengths_B=torch.tensor([1, 2]))
+    nothing = mean_one_sample_weights(
+        valid_B=torch.zeros(2, dtype=torch.bool), lengths_B=torch.tensor([1, 2])
+    )
     assert nothing.tolist() == [0.0, 0.0]

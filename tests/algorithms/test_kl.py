@@ -55,7 +55,9 @@ def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
 @pytest.mark.parametrize("kind", TOKEN_KINDS)
 def test_gradients_as_a_loss(kind):
     """The mean over the policy's own samples, exactly: all tokens of a vocabulary, each as often as it is sampled."""
-    logits = torch.randn(7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
+    logits = torch.randn(
+        7, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    ).requires_grad_()
     base = distributions(4, (7,))
     lp = logits.log_softmax(-1)
     estimate = (lp.exp().detach() * approx_kl(lp[None], base[None], kind=kind)[0]).sum()
@@ -89,7 +91,9 @@ def test_kl2_kl3_garbage_under_the_mask_changes_no_bit(kind, garbage):
     columns = [torch.randn(mask.shape, generator=generator) for _ in range(2)]
 
     def run(fills: tuple[float, float]) -> list[Tensor]:
-        inputs = [poisoned(x, mask, fill).requires_grad_() for x, fill in zip(columns, fills, strict=True)]
+        inputs = [
+            poisoned(x, mask, fill).requires_grad_() for x, fill in zip(columns, fills, strict=True)
+        ]
         out = approx_kl(*inputs, kind=kind, mask=mask)
         out.square().sum().backward()
         return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
@@ -101,7 +105,9 @@ def test_kl2_kl3_garbage_under_the_mask_changes_no_bit(kind, garbage):
 
 
 def distributions(seed: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(-1)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).log_softmax(-1)
 
 
 def test_full_is_the_divergence_of_the_distributions():
@@ -126,7 +132,12 @@ def test_full_ignores_masked_positions_and_impossible_tokens():
         results.append((out.detach(), lp_dirty.grad))
     out, grad = results[0]
     assert out[0, 1] == 0 and out[0, 0] > -1 and torch.isfinite(out).all()
-    assert grad is not None and torch.isfinite(grad).all() and not grad[0, 1].any() and grad[0, 0, 0] == 0
+    assert (
+        grad is not None
+        and torch.isfinite(grad).all()
+        and not grad[0, 1].any()
+        and grad[0, 0, 0] == 0
+    )
     for other in results[1:]:
         assert torch.equal(out, other[0]) and other[1] is not None and torch.equal(grad, other[1])
 
@@ -163,8 +174,12 @@ def test_estimators_match_the_reference(seed, spread):
     generator = torch.Generator().manual_seed(seed)
     lp, base = (torch.randn(mask.shape, generator=generator) * spread for _ in range(2))
     for kind in ("kl", "abs", "mse", "k3"):
-        expected = torch.tensor(reference.approx_kl(lp.tolist(), base.tolist(), mask.tolist(), kind))
-        torch.testing.assert_close(approx_kl(lp, base, kind=kind, mask=mask), expected, rtol=1e-4, atol=1e-6)
+        expected = torch.tensor(
+            reference.approx_kl(lp.tolist(), base.tolist(), mask.tolist(), kind)
+        )
+        torch.testing.assert_close(
+            approx_kl(lp, base, kind=kind, mask=mask), expected, rtol=1e-4, atol=1e-6
+        )
 
 
 @given(seed=st.integers(0, 10_000), spread=st.sampled_from([1e-6, 1e-3, 1.0, 100.0]))
@@ -173,7 +188,9 @@ def test_k3_is_never_negative_and_mse_is_half_abs_squared(seed, spread):
     generator = torch.Generator().manual_seed(seed)
     lp, base = (torch.randn(3, 17, generator=generator) * spread for _ in range(2))
     assert (approx_kl(lp, base, kind="k3") >= 0).all()
-    assert torch.equal(approx_kl(lp, base, kind="mse"), 0.5 * approx_kl(lp, base, kind="abs").square())
+    assert torch.equal(
+        approx_kl(lp, base, kind="mse"), 0.5 * approx_kl(lp, base, kind="abs").square()
+    )
 
 
 def test_results_are_at_least_float32():

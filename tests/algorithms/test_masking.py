@@ -106,7 +106,11 @@ def test_response_level_whiten_of_one_row_is_unchanged():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_empty_mask_gives_zero(name):
-    out, grad = with_grad(FUNCTIONS[name], X, EMPTY) if name != "masked_var" else (masked_var(X, EMPTY), EMPTY)
+    out, grad = (
+        with_grad(FUNCTIONS[name], X, EMPTY)
+        if name != "masked_var"
+        else (masked_var(X, EMPTY), EMPTY)
+    )
     assert torch.equal(out, torch.zeros_like(out)) and not grad.any()
 
 
@@ -127,7 +131,12 @@ def test_garbage_under_the_mask_changes_no_bit(name, garbage):
 
 
 @pytest.mark.parametrize("name", ["masked_whiten", "segment_masked_mean", "masked_var"])
-@given(seed=st.integers(0, 10_000), left=st.integers(0, 5), right=st.integers(0, 5), garbage=st.sampled_from(GARBAGE))
+@given(
+    seed=st.integers(0, 10_000),
+    left=st.integers(0, 5),
+    right=st.integers(0, 5),
+    garbage=st.sampled_from(GARBAGE),
+)
 @settings(max_examples=20, deadline=None)
 def test_padding_changes_no_bit(name, seed, left, right, garbage):
     mask = random_mask(seed)
@@ -171,7 +180,9 @@ def test_segment_mean_with_keep_does_not_split_runs():
 
 def test_segment_mean_gradient_is_spread_over_the_kept_tokens():
     x = X.clone().requires_grad_()
-    (segment_masked_mean(x, MASK, KEEP) * torch.tensor([[10.0, 20, 99, 7], [99, 1, 1, 99]])).sum().backward()
+    (
+        segment_masked_mean(x, MASK, KEEP) * torch.tensor([[10.0, 20, 99, 7], [99, 1, 1, 99]])
+    ).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[30, 0, 0, 7], [0, 0, 0, 0]]
 
@@ -201,14 +212,19 @@ def test_segment_mean_is_exact_for_long_runs():
 
 def test_bool_and_float_masks_are_the_same():
     for fn in FUNCTIONS.values():
-        assert torch.equal(fn(X, MASK), fn(X, MASK.bool())) and torch.equal(fn(X, MASK), fn(X, MASK.float()))
+        assert torch.equal(fn(X, MASK), fn(X, MASK.bool())) and torch.equal(
+            fn(X, MASK), fn(X, MASK.float())
+        )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_strided_inputs(name):
     x, mask = torch.randn(6, 4), random_mask(1, rows=6, width=4)
     fn = FUNCTIONS[name]
-    sliced = fn(torch.nn.functional.pad(x, (1, 0))[:, 1:], torch.nn.functional.pad(mask.bool(), (1, 0))[:, 1:])
+    sliced = fn(
+        torch.nn.functional.pad(x, (1, 0))[:, 1:],
+        torch.nn.functional.pad(mask.bool(), (1, 0))[:, 1:],
+    )
     assert torch.equal(sliced, fn(x, mask))
     transposed = fn(x.t().contiguous().t(), mask.bool().t().contiguous().t())
     torch.testing.assert_close(transposed, fn(x, mask))
@@ -222,7 +238,10 @@ def test_clip_fraction_counts_valid_entries_only():
 
 
 def test_shape_mismatch_names_both_shapes():
-    with pytest.raises(ValueError, match=r"values has shape \(2, 4\) but its mask has shape \(2, 5\).*response_mask"):
+    with pytest.raises(
+        ValueError,
+        match=r"values has shape \(2, 4\) but its mask has shape \(2, 5\).*response_mask",
+    ):
         check_mask(X, torch.ones(2, 5), "values")
     for fn in FUNCTIONS.values():
         with pytest.raises(ValueError, match="shape"):
@@ -234,7 +253,9 @@ def test_shape_mismatch_names_both_shapes():
 def test_check_finite_names_rows():
     bad = X.clone()
     bad[1, 2] = float("nan")
-    with pytest.raises(ValueError, match=r"values is not finite at 1 valid .* rows \[1\]: values\[1, 2\] is nan"):
+    with pytest.raises(
+        ValueError, match=r"values is not finite at 1 valid .* rows \[1\]: values\[1, 2\] is nan"
+    ):
         check_finite(bad, MASK, "values")
     bad[1, 2], bad[0, 2] = 0.0, float("inf")
     check_finite(bad, MASK, "values")

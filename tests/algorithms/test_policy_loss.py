@@ -53,10 +53,14 @@ def one_token(surrogate: Surrogate, ratio: float, advantage: float) -> tuple[flo
     return loss.item(), log_probs.grad.item()
 
 
-def run(mask: Tensor, columns: dict[str, Tensor], surrogate: Surrogate, **options: Any) -> tuple[PolicyLoss, Tensor]:
+def run(
+    mask: Tensor, columns: dict[str, Tensor], surrogate: Surrogate, **options: Any
+) -> tuple[PolicyLoss, Tensor]:
     """The loss and its gradient with respect to log_probs."""
     log_probs = columns["log_probs_BT"].detach().clone().requires_grad_()
-    loss = policy_loss(**{**columns, "log_probs_BT": log_probs}, mask_BT=mask, surrogate=surrogate, **options)
+    loss = policy_loss(
+        **{**columns, "log_probs_BT": log_probs}, mask_BT=mask, surrogate=surrogate, **options
+    )
     loss.total.backward()
     return loss, log_probs.grad
 
@@ -69,7 +73,13 @@ FULL = {"kl_coef": 0.05, "entropy_coef": 0.01, "pg_coef": 0.7}
     [
         (PPOClip(), 1.1, 2.0, -2.2, -2.2),
         (PPOClip(), 1.5, 2.0, -2.4, 0.0),  # clipped from above
-        (PPOClip(), 0.5, 2.0, -1.0, -1.0),  # below the range, but the pessimistic branch is the free one
+        (
+            PPOClip(),
+            0.5,
+            2.0,
+            -1.0,
+            -1.0,
+        ),  # below the range, but the pessimistic branch is the free one
         (PPOClip(), 0.5, -2.0, 1.6, 0.0),  # clipped from below
         (PPOClip(), 1.5, -2.0, 3.0, 3.0),  # no upper bound for bad actions ...
         (PPOClip(dual_clip=1.4), 1.5, -2.0, 2.8, 0.0),  # ... unless the dual clip gives one
@@ -94,8 +104,12 @@ FULL = {"kl_coef": 0.05, "entropy_coef": 0.01, "pg_coef": 0.7}
         (KimiK15(tau=0.2), math.e, 2.0, 2.0 + 0.1, -2.0 + 0.2),
     ],
 )
-def test_one_token_by_hand(surrogate: Surrogate, ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    assert one_token(surrogate, ratio, advantage) == pytest.approx((loss, gradient), rel=1e-5, abs=1e-6)
+def test_one_token_by_hand(
+    surrogate: Surrogate, ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    assert one_token(surrogate, ratio, advantage) == pytest.approx(
+        (loss, gradient), rel=1e-5, abs=1e-6
+    )
 
 
 def test_ratio_types_by_hand() -> None:
@@ -132,7 +146,15 @@ def test_matches_plain_loops_in_float64(name: str, ratio_type: str, mode: str) -
         weights = torch.tensor([0.5, 2.0, 1.0, 3.0])
         counts = {"num_tokens": 31, "num_sequences": 6, "norm_factor": 13}
         options: dict[str, Any] = {"ratio_type": ratio_type, **counts, **FULL}
-        loss, gradient = run(mask, columns, surrogate, agg_mode=mode, keep_BT=keep, sample_weights_B=weights, **options)
+        loss, gradient = run(
+            mask,
+            columns,
+            surrogate,
+            agg_mode=mode,
+            keep_BT=keep,
+            sample_weights_B=weights,
+            **options,
+        )
         arguments = lists(
             **{key.removesuffix("_BT"): value.double() for key, value in columns.items()},
             mask=mask,
@@ -145,7 +167,9 @@ def test_matches_plain_loops_in_float64(name: str, ratio_type: str, mode: str) -
         )
         expected = reference.policy_loss(**arguments)
         for part in ("total", "pg", "weighted_pg", "kl", "entropy"):
-            assert getattr(loss, part).item() == pytest.approx(expected[part], rel=2e-5, abs=1e-6), part
+            assert getattr(loss, part).item() == pytest.approx(
+                expected[part], rel=2e-5, abs=1e-6
+            ), part
         statistics = policy_statistics(loss, agg_mode=mode, **counts)
         if name == "tis":  # its range is not written as 1 - low, 1 + high
             expected.pop("ppo_ratio_high_clipfrac"), expected.pop("ppo_ratio_low_clipfrac")
@@ -155,27 +179,48 @@ def test_matches_plain_loops_in_float64(name: str, ratio_type: str, mode: str) -
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
-@given(seed=st.integers(0, 10_000), left=st.integers(0, 3), right=st.integers(0, 3), garbage=st.sampled_from(GARBAGE))
+@given(
+    seed=st.integers(0, 10_000),
+    left=st.integers(0, 3),
+    right=st.integers(0, 3),
+    garbage=st.sampled_from(GARBAGE),
+)
 @settings(max_examples=30, deadline=None)
-def test_padding_on_either_side_changes_nothing(seed: int, left: int, right: int, garbage: float) -> None:
+def test_padding_on_either_side_changes_nothing(
+    seed: int, left: int, right: int, garbage: float
+) -> None:
     mask = random_mask(seed)
     columns = policy_columns(seed, mask)
     for ratio_type in RATIO_TYPES:
         options = {"ratio_type": ratio_type, "agg_mode": "seq-mean-token-mean", **FULL}
         loss, gradient = run(mask, columns, PPOClip(), **options)
         wide = {key: padded(value, left, right, garbage) for key, value in columns.items()}
-        wide_loss, wide_gradient = run(padded(mask, left, right, garbage), wide, PPOClip(), **options)
+        wide_loss, wide_gradient = run(
+            padded(mask, left, right, garbage), wide, PPOClip(), **options
+        )
         torch.testing.assert_close(wide_loss.total, loss.total, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(wide_gradient, padded(gradient, left, right, 0.0), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            wide_gradient, padded(gradient, left, right, 0.0), rtol=1e-6, atol=1e-8
+        )
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-@given(seed=st.integers(0, 10_000), ratio_type=st.sampled_from(RATIO_TYPES), name=st.sampled_from(sorted(SURROGATES)))
+@given(
+    seed=st.integers(0, 10_000),
+    ratio_type=st.sampled_from(RATIO_TYPES),
+    name=st.sampled_from(sorted(SURROGATES)),
+)
 @settings(max_examples=25, deadline=None)
-def test_any_split_into_trimmed_micro_batches_adds_up(mode: str, seed: int, ratio_type: str, name: str) -> None:
+def test_any_split_into_trimmed_micro_batches_adds_up(
+    mode: str, seed: int, ratio_type: str, name: str
+) -> None:
     mask = random_mask(seed, rows=6, empty_row=seed % 2 == 0)
     columns, surrogate = policy_columns(seed, mask), SURROGATES[name][0]
-    counts = {"num_tokens": count_tokens(mask), "num_sequences": count_sequences(mask), "norm_factor": mask.shape[1]}
+    counts = {
+        "num_tokens": count_tokens(mask),
+        "num_sequences": count_sequences(mask),
+        "norm_factor": mask.shape[1],
+    }
     options = {"ratio_type": ratio_type, "agg_mode": mode, **FULL, **counts}
     whole, whole_gradient = run(mask, columns, surrogate, **options)
     whole_statistics = policy_statistics(whole, agg_mode=mode, **counts)
@@ -211,15 +256,28 @@ def test_the_order_of_rows_does_not_matter(seed: int) -> None:
 @pytest.mark.parametrize("ratio_type", RATIO_TYPES)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=20, deadline=None)
-def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(ratio_type: str, seed: int) -> None:
+def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(
+    ratio_type: str, seed: int
+) -> None:
     mask = random_mask(seed)
     columns = policy_columns(seed, mask)
     log_probs, advantages = columns["log_probs_BT"], columns["advantages_BT"]
-    if ratio_type in ("segment", "sequence"):  # spread the mean advantage; a constant one is its own mean
+    if ratio_type in (
+        "segment",
+        "sequence",
+    ):  # spread the mean advantage; a constant one is its own mean
         advantages = torch.where(mask.bool(), torch.randn(len(mask), 1), torch.zeros(()))
-    on_policy = {"log_probs_BT": log_probs, "old_log_probs_BT": log_probs, "advantages_BT": advantages}
-    loss, gradient = run(mask, on_policy, PPOClip(dual_clip=3.0), ratio_type=ratio_type, agg_mode="token-mean")
-    statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=mask.sum(), num_sequences=len(mask))
+    on_policy = {
+        "log_probs_BT": log_probs,
+        "old_log_probs_BT": log_probs,
+        "advantages_BT": advantages,
+    }
+    loss, gradient = run(
+        mask, on_policy, PPOClip(dual_clip=3.0), ratio_type=ratio_type, agg_mode="token-mean"
+    )
+    statistics = policy_statistics(
+        loss, agg_mode="token-mean", num_tokens=mask.sum(), num_sequences=len(mask)
+    )
     assert torch.equal(loss.details.ratio_BT, torch.ones(mask.shape))
     assert statistics["clipfrac"] == statistics["ppo_ratio_clipfrac"] == statistics["approxkl"] == 0
     torch.testing.assert_close(gradient, -advantages / mask.sum(), rtol=1e-5, atol=1e-7)
@@ -259,12 +317,23 @@ def test_gspo_token_keeps_the_credit_of_each_token() -> None:
         "old_log_probs_BT": torch.tensor([[-1.1, -1.2, 0.0, -0.7]]),
         "advantages_BT": torch.tensor([[1.0, 3.0, 0.0, -2.0]]),
     }
-    expected = {"segment_token": [math.exp(0.05)] * 3 + [1.0], "sequence_token": [math.exp(0.1 / 3)] * 4}
+    expected = {
+        "segment_token": [math.exp(0.05)] * 3 + [1.0],
+        "sequence_token": [math.exp(0.1 / 3)] * 4,
+    }
     for ratio_type, rho in expected.items():
         loss, gradient = run(mask, columns, PPOClip(), ratio_type=ratio_type, agg_mode="token-mean")
         torch.testing.assert_close(gradient, -torch.tensor([rho]) * columns["advantages_BT"] / 3)
-        shared, _ = run(mask, columns, PPOClip(), ratio_type=ratio_type.removesuffix("_token"), agg_mode="token-mean")
-        assert torch.equal(loss.total, shared.total) and torch.equal(loss.details.ratio_BT, shared.details.ratio_BT)
+        shared, _ = run(
+            mask,
+            columns,
+            PPOClip(),
+            ratio_type=ratio_type.removesuffix("_token"),
+            agg_mode="token-mean",
+        )
+        assert torch.equal(loss.total, shared.total) and torch.equal(
+            loss.details.ratio_BT, shared.details.ratio_BT
+        )
 
 
 def test_gspo_token_clips_whole_rows() -> None:
@@ -274,7 +343,9 @@ def test_gspo_token_clips_whole_rows() -> None:
         "old_log_probs_BT": torch.tensor([[-2.0, -1.0]]),
         "advantages_BT": torch.tensor([[-1.0, 1.0]]),
     }
-    _, gradient = run(torch.ones(1, 2), columns, PPOClip(), ratio_type="sequence_token", agg_mode="token-mean")
+    _, gradient = run(
+        torch.ones(1, 2), columns, PPOClip(), ratio_type="sequence_token", agg_mode="token-mean"
+    )
     torch.testing.assert_close(gradient, torch.tensor([[math.exp(0.5) / 2, 0.0]]))
 
 
@@ -290,8 +361,12 @@ def test_gspo_token_is_gspo_where_the_tokens_of_a_row_have_one_advantage(
     columns = policy_columns(seed, mask) | {"is_weight_BT": None}
     advantages = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(seed))
     columns["advantages_BT"] = torch.where(mask.bool(), advantages, torch.zeros(()))
-    loss, gradient = run(mask, columns, SURROGATES[name][0], ratio_type=scope, agg_mode=mode, **FULL)
-    token, token_gradient = run(mask, columns, SURROGATES[name][0], ratio_type=f"{scope}_token", agg_mode=mode, **FULL)
+    loss, gradient = run(
+        mask, columns, SURROGATES[name][0], ratio_type=scope, agg_mode=mode, **FULL
+    )
+    token, token_gradient = run(
+        mask, columns, SURROGATES[name][0], ratio_type=f"{scope}_token", agg_mode=mode, **FULL
+    )
     assert torch.equal(token.total, loss.total)
     torch.testing.assert_close(token_gradient, gradient, rtol=1e-5, atol=1e-6)
 
@@ -304,7 +379,9 @@ def test_kimi15_moves_that_cancel_in_the_mean_cost_what_they_cost(ratio_type: st
         "old_log_probs_BT": torch.tensor([[-2.0, -2.0]]),
         "advantages_BT": torch.zeros(1, 2),
     }
-    loss, gradient = run(torch.ones(1, 2), columns, KimiK15(tau=0.4), ratio_type=ratio_type, agg_mode="token-mean")
+    loss, gradient = run(
+        torch.ones(1, 2), columns, KimiK15(tau=0.4), ratio_type=ratio_type, agg_mode="token-mean"
+    )
     assert loss.total.item() == pytest.approx(0.2)
     torch.testing.assert_close(gradient, torch.tensor([[0.2, -0.2]]))
 
@@ -314,14 +391,18 @@ def test_the_kl_loss_matches_plain_loops_in_float64(kl_kind: str) -> None:
     for seed in range(3):
         mask = random_mask(seed, empty_row=seed == 2)
         columns = policy_columns(seed, mask)
-        loss, gradient = run(mask, columns, PPOClip(), agg_mode="token-mean", kl_coef=0.5, kl_kind=kl_kind)
+        loss, gradient = run(
+            mask, columns, PPOClip(), agg_mode="token-mean", kl_coef=0.5, kl_kind=kl_kind
+        )
         arguments = lists(
             **{key.removesuffix("_BT"): value.double() for key, value in columns.items()},
             mask=mask,
             kl_coef=0.5,
             kl_kind={"low_var_kl": "k3", "k2": "mse"}.get(kl_kind, kl_kind),
         )
-        assert loss.kl.item() == pytest.approx(reference.policy_loss(**arguments)["kl"], rel=2e-5, abs=1e-6)
+        assert loss.kl.item() == pytest.approx(
+            reference.policy_loss(**arguments)["kl"], rel=2e-5, abs=1e-6
+        )
         expected = torch.tensor(reference.policy_gradient(**arguments))
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
@@ -335,7 +416,9 @@ def test_garbage_under_the_mask_changes_no_bit(name: str, ratio_type: str, garba
     columns = policy_columns(7, mask)
     kept, weights = mask * keep, torch.tensor([1.0, 2.0, 0.5, 1.0])
     options = {"ratio_type": ratio_type, "keep_BT": keep, **FULL}
-    clean, clean_gradient = run(mask, columns, SURROGATES[name][0], sample_weights_B=weights, **options)
+    clean, clean_gradient = run(
+        mask, columns, SURROGATES[name][0], sample_weights_B=weights, **options
+    )
     # Dropped tokens too: a filter often drops them because they are not finite.
     dirty = {key: poisoned(value, kept, garbage) for key, value in columns.items()}
     weights = poisoned(weights, kept.any(1), garbage)
@@ -394,7 +477,11 @@ def test_l2_a_filter_removes_tokens_from_loss_and_gradient() -> None:
 def test_l3_a_dropped_token_is_not_in_any_statistic() -> None:
     mask, keep = torch.ones(1, 5), torch.tensor([[1, 1, 0, 1, 1]])
     old = torch.tensor([[-1.0, -1.0, -30.0, -1.0, -1.0]])
-    columns = {"log_probs_BT": torch.full((1, 5), -1.0), "old_log_probs_BT": old, "advantages_BT": torch.ones(1, 5)}
+    columns = {
+        "log_probs_BT": torch.full((1, 5), -1.0),
+        "old_log_probs_BT": old,
+        "advantages_BT": torch.ones(1, 5),
+    }
     loss, _ = run(mask, columns, PPOClip(), keep_BT=keep)
     statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=5, num_sequences=1)
     assert statistics["ppo_ratio_clipfrac"] == 0 and statistics["clipfrac"] == 0
@@ -404,7 +491,9 @@ def test_l3_a_dropped_token_is_not_in_any_statistic() -> None:
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [200.0, -200.0, math.inf])
-def test_l4_extreme_ratios_keep_loss_and_gradient_finite(advantage: float, log_ratio: float) -> None:
+def test_l4_extreme_ratios_keep_loss_and_gradient_finite(
+    advantage: float, log_ratio: float
+) -> None:
     for name, (surrogate, _) in SURROGATES.items():
         for ratio_type in RATIO_TYPES:
             columns = {
@@ -416,13 +505,19 @@ def test_l4_extreme_ratios_keep_loss_and_gradient_finite(advantage: float, log_r
             assert loss.total.isfinite() and gradient.isfinite().all(), (name, ratio_type)
     loss, gradient = run(torch.ones(1, 2), columns, PPOClip())
     assert gradient[0, 0] == 0, "a saturated log-ratio has no gradient"
-    assert loss.details.ratio_BT[0, 0].item() == pytest.approx(math.exp(math.copysign(20, log_ratio)), rel=1e-6)
+    assert loss.details.ratio_BT[0, 0].item() == pytest.approx(
+        math.exp(math.copysign(20, log_ratio)), rel=1e-6
+    )
 
 
 def test_l8_extremes_ignore_masked_tokens() -> None:
     mask = torch.tensor([[1, 0]])
     old = torch.tensor([[-1.0 - math.log(0.9), -500.0]])
-    columns = {"log_probs_BT": torch.full((1, 2), -1.0), "old_log_probs_BT": old, "advantages_BT": torch.ones(1, 2)}
+    columns = {
+        "log_probs_BT": torch.full((1, 2), -1.0),
+        "old_log_probs_BT": old,
+        "advantages_BT": torch.ones(1, 2),
+    }
     loss, _ = run(mask, columns, PPOClip())
     statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=1, num_sequences=1)
     assert statistics["ratio_max"].item() == statistics["ratio_min"].item() == pytest.approx(0.9)
@@ -431,9 +526,15 @@ def test_l8_extremes_ignore_masked_tokens() -> None:
 def test_l12_a_dropped_token_does_not_split_a_turn() -> None:
     mask, keep = torch.ones(1, 3), torch.tensor([[1, 0, 1]])
     old = torch.tensor([[-1.1, -5.0, -1.3]])
-    columns = {"log_probs_BT": torch.full((1, 3), -1.0), "old_log_probs_BT": old, "advantages_BT": torch.ones(1, 3)}
+    columns = {
+        "log_probs_BT": torch.full((1, 3), -1.0),
+        "old_log_probs_BT": old,
+        "advantages_BT": torch.ones(1, 3),
+    }
     loss, _ = run(mask, columns, PPOClip(), ratio_type="segment", keep_BT=keep)
-    torch.testing.assert_close(loss.details.ratio_BT, torch.tensor([[math.exp(0.2), 1.0, math.exp(0.2)]]))
+    torch.testing.assert_close(
+        loss.details.ratio_BT, torch.tensor([[math.exp(0.2), 1.0, math.exp(0.2)]])
+    )
 
 
 def test_l13_the_denominator_is_the_count_before_the_filter() -> None:
@@ -451,7 +552,11 @@ def test_l13_the_denominator_is_the_count_before_the_filter() -> None:
 def test_l24_clip_fractions_of_other_surrogates_ignore_masked_tokens() -> None:
     mask = torch.tensor([[1, 1, 0]])
     old = torch.tensor([[-1.0, -3.0, -9.0]])
-    columns = {"log_probs_BT": torch.full((1, 3), -1.0), "old_log_probs_BT": old, "advantages_BT": torch.ones(1, 3)}
+    columns = {
+        "log_probs_BT": torch.full((1, 3), -1.0),
+        "old_log_probs_BT": old,
+        "advantages_BT": torch.ones(1, 3),
+    }
     for surrogate in (TruncatedIS(), CISPO()):
         loss, _ = run(mask, columns, surrogate)
         statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=2, num_sequences=1)
@@ -459,7 +564,10 @@ def test_l24_clip_fractions_of_other_surrogates_ignore_masked_tokens() -> None:
 
 
 def test_kl1_the_kl_loss_has_a_finite_gradient_far_from_the_reference() -> None:
-    columns = {key: torch.full((1, 1), -1.0) for key in ("log_probs_BT", "old_log_probs_BT", "advantages_BT")}
+    columns = {
+        key: torch.full((1, 1), -1.0)
+        for key in ("log_probs_BT", "old_log_probs_BT", "advantages_BT")
+    }
     for distance in (99.0, -99.0, math.inf):
         far = {**columns, "ref_log_probs_BT": torch.full((1, 1), -1.0 + distance)}
         loss, gradient = run(torch.ones(1, 1), far, PPOClip(), kl_coef=1.0)
@@ -490,10 +598,13 @@ def test_malformed_inputs_are_named() -> None:
         wrong = {**columns, key: torch.zeros(2, 5)}
         name = {"is_weight_BT": "train_infer_is_weight"}.get(key, key.removesuffix("_BT"))
         with pytest.raises(
-            ValueError, match=rf"{name} has shape \(2, 5\) but its mask has shape \(2, 4\); token-level"
+            ValueError,
+            match=rf"{name} has shape \(2, 5\) but its mask has shape \(2, 4\); token-level",
         ):
             policy_loss(**wrong, mask_BT=mask, surrogate=PPOClip())
-    with pytest.raises(ValueError, match="unknown ratio type 'turn'; known: token, segment, sequence"):
+    with pytest.raises(
+        ValueError, match="unknown ratio type 'turn'; known: token, segment, sequence"
+    ):
         policy_loss(**columns, mask_BT=mask, surrogate=PPOClip(), ratio_type="turn")
     with pytest.raises(ValueError, match="unknown KL estimator"):
         policy_loss(**columns, mask_BT=mask, surrogate=PPOClip(), kl_kind="k9")

@@ -31,7 +31,9 @@ def log_sigmoid(x: float) -> float:
 def call(
     policy: Any = POLICY, reference_: Any = REFERENCE, lens: Any = LENS, **options: Any
 ) -> tuple[PreferenceLoss, list[Tensor]]:
-    policy_tensors = [torch.as_tensor(x, dtype=torch.float32).clone().requires_grad_() for x in policy]
+    policy_tensors = [
+        torch.as_tensor(x, dtype=torch.float32).clone().requires_grad_() for x in policy
+    ]
     result = preference_loss(
         policy_chosen_P=policy_tensors[0],
         policy_rejected_P=policy_tensors[1],
@@ -50,20 +52,35 @@ def call(
         # c = 1, -0.5; r = -1, 1; margin 2, -1.5; beta 0.5: z = 1, -0.75
         ("sigmoid", {}, [-log_sigmoid(1.0), -log_sigmoid(-0.75)]),
         ("sigmoid", {"label_smoothing": 0.2}, [0.5132616875, 0.9868710061]),
-        ("sigmoid_norm", {}, [-log_sigmoid(0.5 * (1 / 5 + 1 / 6)), -log_sigmoid(0.5 * (-0.5 / 8 - 1 / 9))]),
+        (
+            "sigmoid_norm",
+            {},
+            [-log_sigmoid(0.5 * (1 / 5 + 1 / 6)), -log_sigmoid(0.5 * (-0.5 / 8 - 1 / 9))],
+        ),
         ("ipo_sum", {}, [(2 - 1) ** 2, (-1.5 - 1) ** 2]),
         ("ipo", {}, [(1 / 5 + 1 / 6 - 1) ** 2, (-0.5 / 8 - 1 / 9 - 1) ** 2]),
         ("hinge", {}, [0.0, 1.75]),
-        ("robust", {"label_smoothing": 0.1}, [(-0.9 * log_sigmoid(1) + 0.1 * log_sigmoid(-1)) / 0.8, 1.23062101]),
+        (
+            "robust",
+            {"label_smoothing": 0.1},
+            [(-0.9 * log_sigmoid(1) + 0.1 * log_sigmoid(-1)) / 0.8, 1.23062101],
+        ),
         ("exo_pair", {"label_smoothing": 0.1}, [0.11408211, 0.97018166]),
         ("nca_pair", {}, [1.19815397, 1.60094762]),
         ("bco_pair", {}, [-2 * log_sigmoid(0.5), -log_sigmoid(-0.25) - log_sigmoid(-0.5)]),
         ("sppo_hard", {}, [0.0, 1.5**2 + 2**2]),
-        ("apo_zero", {}, [2 / (1 + math.exp(0.5)), 1 / (1 + math.exp(-0.25)) + 1 / (1 + math.exp(-0.5))]),
+        (
+            "apo_zero",
+            {},
+            [2 / (1 + math.exp(0.5)), 1 / (1 + math.exp(-0.25)) + 1 / (1 + math.exp(-0.5))],
+        ),
         (
             "apo_down",
             {},
-            [1 / (1 + math.exp(-0.5)) + 1 / (1 + math.e), 1 / (1 + math.exp(0.25)) + 1 / (1 + math.exp(-0.75))],
+            [
+                1 / (1 + math.exp(-0.5)) + 1 / (1 + math.e),
+                1 / (1 + math.exp(0.25)) + 1 / (1 + math.exp(-0.75)),
+            ],
         ),
         # policy margins 2, -2; reference margins 0, -0.5; sorted differences -1.5, 2
         ("aot", {}, [-log_sigmoid(-0.75), -log_sigmoid(1.0)]),
@@ -72,18 +89,26 @@ def call(
         ("discopop", {"discopop_tau": 0.05}, [math.exp(-1.0), -log_sigmoid(-0.75)]),
     ],
 )
-def test_every_variant_by_hand(loss_type: str, options: dict[str, float], expected: list[float]) -> None:
+def test_every_variant_by_hand(
+    loss_type: str, options: dict[str, float], expected: list[float]
+) -> None:
     result, _ = call(loss_type=loss_type, beta=0.5, **options)
     assert result.losses_P.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert result.loss.item() == pytest.approx(sum(expected) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss_type", PREFERENCE_LOSSES)
-@given(seed=st.integers(0, 10_000), beta=st.sampled_from([0.05, 0.5]), ls=st.sampled_from([0.05, 0.3]))
+@given(
+    seed=st.integers(0, 10_000), beta=st.sampled_from([0.05, 0.5]), ls=st.sampled_from([0.05, 0.3])
+)
 @settings(max_examples=15, deadline=None)
-def test_values_and_gradients_match_plain_loops(loss_type: str, seed: int, beta: float, ls: float) -> None:
+def test_values_and_gradients_match_plain_loops(
+    loss_type: str, seed: int, beta: float, ls: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    policy, ref = (-20 + 5 * torch.randn(2, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    policy, ref = (
+        -20 + 5 * torch.randn(2, 4, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     lens = torch.randint(1, 9, (2, 4), generator=generator)
     options = {"beta": beta, "label_smoothing": ls}
     result, leaves = call(policy, ref, lens.tolist(), loss_type=loss_type, **options)
@@ -91,7 +116,9 @@ def test_values_and_gradients_match_plain_loops(loss_type: str, seed: int, beta:
 
     def expected(x: Tensor) -> list[float]:
         pairs = (x[0].tolist(), x[1].tolist()), (ref[0].tolist(), ref[1].tolist())
-        return reference.preference_losses(loss_type, *pairs, tuple(lens.tolist()), beta=beta, ls=ls)
+        return reference.preference_losses(
+            loss_type, *pairs, tuple(lens.tolist()), beta=beta, ls=ls
+        )
 
     assert result.losses_P.tolist() == pytest.approx(expected(policy), rel=2e-4, abs=2e-5)
     for side in range(2):
@@ -104,7 +131,10 @@ def test_values_and_gradients_match_plain_loops(loss_type: str, seed: int, beta:
 
 def test_rewards_are_beta_times_the_log_ratio_and_carry_no_gradient() -> None:
     result, _ = call(beta=0.5)
-    assert result.chosen_rewards_P.tolist() == [0.5, -0.25] and result.rejected_rewards_P.tolist() == [-0.5, 0.5]
+    assert result.chosen_rewards_P.tolist() == [
+        0.5,
+        -0.25,
+    ] and result.rejected_rewards_P.tolist() == [-0.5, 0.5]
     assert not result.chosen_rewards_P.requires_grad and result.loss.requires_grad
 
 
@@ -137,7 +167,9 @@ def test_micro_batches_of_pairs_add_up(loss_type: str) -> None:
     whole.loss.backward()
     parts, gradients = [], []
     for piece in (slice(0, 1), slice(1, 4), slice(4, 5)):
-        part, piece_leaves = call(policy[:, piece], ref[:, piece], lens[:, piece].tolist(), num_pairs=5, **options)
+        part, piece_leaves = call(
+            policy[:, piece], ref[:, piece], lens[:, piece].tolist(), num_pairs=5, **options
+        )
         part.loss.backward()
         parts.append(part.loss)
         gradients.append(torch.stack([leaf.grad for leaf in piece_leaves]))
@@ -159,7 +191,9 @@ def test_reference_free_is_a_reference_of_zero() -> None:
 def test_extreme_margins_are_finite(loss_type: str) -> None:
     for sign in (1, -1):
         policy = (torch.tensor([sign * 3000.0]), torch.tensor([-sign * 3000.0]))
-        result, leaves = call(policy, ([0.0], [0.0]), ([3], [3]), loss_type=loss_type, label_smoothing=0.1)
+        result, leaves = call(
+            policy, ([0.0], [0.0]), ([3], [3]), loss_type=loss_type, label_smoothing=0.1
+        )
         result.loss.backward()
         assert result.loss.isfinite() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
@@ -167,7 +201,10 @@ def test_extreme_margins_are_finite(loss_type: str) -> None:
 def test_half_precision_becomes_float32() -> None:
     half = torch.tensor([-1.0], dtype=torch.bfloat16)
     result = preference_loss(
-        policy_chosen_P=half, policy_rejected_P=half, reference_chosen_P=half, reference_rejected_P=half
+        policy_chosen_P=half,
+        policy_rejected_P=half,
+        reference_chosen_P=half,
+        reference_rejected_P=half,
     )
     assert result.loss.dtype == torch.float32 and result.loss.item() == pytest.approx(math.log(2))
 
@@ -192,9 +229,16 @@ def test_sequence_log_probs_by_hand() -> None:
     assert sums.tolist() == [0.0, 0.0] and lengths.tolist() == [0, 0], "empty completions"
 
 
-@given(seed=st.integers(0, 10_000), left=st.integers(0, 4), right=st.integers(0, 4), garbage=st.sampled_from(GARBAGE))
+@given(
+    seed=st.integers(0, 10_000),
+    left=st.integers(0, 4),
+    right=st.integers(0, 4),
+    garbage=st.sampled_from(GARBAGE),
+)
 @settings(max_examples=30, deadline=None)
-def test_d3_padding_on_either_side_changes_nothing(seed: int, left: int, right: int, garbage: float) -> None:
+def test_d3_padding_on_either_side_changes_nothing(
+    seed: int, left: int, right: int, garbage: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     log_probs = torch.randn(1, 6, generator=generator)
     prompt_len = torch.randint(1, 6, (1,), generator=generator)
@@ -252,16 +296,28 @@ def test_d6_impossible_options_are_refused(options: dict[str, Any], message: str
 
 
 def test_malformed_inputs_are_named() -> None:
-    with pytest.raises(ValueError, match=r"one log-probability per pair: \[\(2,\), \(2,\), \(1,\), \(2,\)\]"):
+    with pytest.raises(
+        ValueError, match=r"one log-probability per pair: \[\(2,\), \(2,\), \(1,\), \(2,\)\]"
+    ):
         call(reference_=([0.0], [0.0, 0.0]))
     with pytest.raises(ValueError, match="it needs the lengths of the completions"):
         preference_loss(
             **dict.fromkeys(
-                ("policy_chosen_P", "policy_rejected_P", "reference_chosen_P", "reference_rejected_P"), torch.zeros(1)
+                (
+                    "policy_chosen_P",
+                    "policy_rejected_P",
+                    "reference_chosen_P",
+                    "reference_rejected_P",
+                ),
+                torch.zeros(1),
             ),
             loss_type="ipo",
         )
-    with pytest.raises(ValueError, match=r"one column fewer than the attention mask\) has shape \(1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"one column fewer than the attention mask\) has shape \(1, 3\)"
+    ):
         sequence_log_probs(torch.zeros(1, 3), torch.ones(1, 3), torch.ones(1))
-    with pytest.raises(ValueError, match=r"prompt_id_lens must have one entry per row, \(2,\), got \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"prompt_id_lens must have one entry per row, \(2,\), got \(1,\)"
+    ):
         completion_mask(torch.ones(2, 3), torch.ones(1))

@@ -82,14 +82,21 @@ def test_turn_return_is_the_last_tokens_reward_when_only_that_is_set():
 
 
 @pytest.mark.parametrize("gamma", DISCOUNTS)
-@given(seed=st.integers(0, 10_000), rows=st.integers(1, 3), width=st.integers(1, 20), lam=st.sampled_from(DISCOUNTS))
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 3),
+    width=st.integers(1, 20),
+    lam=st.sampled_from(DISCOUNTS),
+)
 @settings(max_examples=15, deadline=None)
 def test_all_match_the_reference(gamma, seed, rows, width, lam):
     rewards, values, mask = case(seed, rows, width)
     r, v, m = rewards.tolist(), values.tolist(), mask.tolist()
     close = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(
-        discounted_returns(rewards, mask, gamma), torch.tensor(reference.discounted_returns(r, m, gamma)), **close
+        discounted_returns(rewards, mask, gamma),
+        torch.tensor(reference.discounted_returns(r, m, gamma)),
+        **close,
     )
     torch.testing.assert_close(
         turn_discounted_returns(rewards, mask, gamma),
@@ -113,7 +120,9 @@ def test_long_rows_match_a_loop(gamma):
     for t in reversed(range(width)):
         valid = mask[:, t].bool()
         following = torch.where(valid, r[:, t] + gamma * following, following)
-        advantage = torch.where(valid, r[:, t] + gamma * next_value - v[:, t] + gamma * 0.9 * advantage, advantage)
+        advantage = torch.where(
+            valid, r[:, t] + gamma * next_value - v[:, t] + gamma * 0.9 * advantage, advantage
+        )
         next_value = torch.where(valid, v[:, t], next_value)
         returns[:, t], advantages[:, t] = following * valid, advantage * valid
     torch.testing.assert_close(discounted_returns(r, mask, gamma), returns, rtol=1e-12, atol=1e-12)
@@ -125,15 +134,24 @@ def test_long_rows_match_a_loop(gamma):
 def test_ad7_garbage_under_the_mask_changes_no_bit(name, garbage):
     rewards, values, mask = case(11)
     mask[-1] = 0
-    clean = FUNCTIONS[name](poisoned(rewards, mask, 0.0), poisoned(values, mask, 0.0), mask, 0.9, 0.8)
+    clean = FUNCTIONS[name](
+        poisoned(rewards, mask, 0.0), poisoned(values, mask, 0.0), mask, 0.9, 0.8
+    )
     for r_fill, v_fill in ((garbage, 0.0), (0.0, garbage), (garbage, garbage)):
-        dirty = FUNCTIONS[name](poisoned(rewards, mask, r_fill), poisoned(values, mask, v_fill), mask, 0.9, 0.8)
+        dirty = FUNCTIONS[name](
+            poisoned(rewards, mask, r_fill), poisoned(values, mask, v_fill), mask, 0.9, 0.8
+        )
         assert equal(clean, dirty)
     assert all(torch.equal(x, x * mask) for x in clean)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@given(seed=st.integers(0, 10_000), left=st.integers(0, 40), right=st.integers(0, 40), garbage=st.sampled_from(GARBAGE))
+@given(
+    seed=st.integers(0, 10_000),
+    left=st.integers(0, 40),
+    right=st.integers(0, 40),
+    garbage=st.sampled_from(GARBAGE),
+)
 @settings(max_examples=25, deadline=None)
 def test_padding_on_either_side_changes_no_bit(name, seed, left, right, garbage):
     rewards, values, mask = case(seed)
@@ -149,16 +167,25 @@ def test_padding_on_either_side_changes_no_bit(name, seed, left, right, garbage)
 
 
 @pytest.mark.parametrize("name", ["discounted", "gae"])
-@given(seed=st.integers(0, 10_000), at=st.integers(0, 9), length=st.integers(1, 40), garbage=st.sampled_from(GARBAGE))
+@given(
+    seed=st.integers(0, 10_000),
+    at=st.integers(0, 9),
+    length=st.integers(1, 40),
+    garbage=st.sampled_from(GARBAGE),
+)
 @settings(max_examples=25, deadline=None)
 def test_a_gap_anywhere_changes_no_bit(name, seed, at, length, garbage):
     rewards, values, mask = case(seed)
     out = FUNCTIONS[name](rewards, values, mask, 0.9, 0.8)
 
     def insert(x: Tensor, fill: float) -> Tensor:
-        return torch.cat([x[:, :at], torch.full((len(x), length), fill).to(x.dtype), x[:, at:]], dim=1)
+        return torch.cat(
+            [x[:, :at], torch.full((len(x), length), fill).to(x.dtype), x[:, at:]], dim=1
+        )
 
-    gapped = FUNCTIONS[name](insert(rewards, garbage), insert(values, garbage), insert(mask, 0), 0.9, 0.8)
+    gapped = FUNCTIONS[name](
+        insert(rewards, garbage), insert(values, garbage), insert(mask, 0), 0.9, 0.8
+    )
     kept = [t for t in range(rewards.shape[1] + length) if not at <= t < at + length]
     assert equal(out, tuple(x[:, kept] for x in gapped))
 
@@ -191,9 +218,13 @@ def test_extreme_discounts_are_exact():
     assert torch.equal(discounted_returns(rewards, mask, 0.0), masked)
     terminal = torch.zeros(1, 5000)
     terminal[0, -1] = 0.7
-    assert torch.equal(discounted_returns(terminal, torch.ones(1, 5000), 1.0), torch.full((1, 5000), 0.7))
+    assert torch.equal(
+        discounted_returns(terminal, torch.ones(1, 5000), 1.0), torch.full((1, 5000), 0.7)
+    )
     # lam = 0 is the one-step error, which needs the next value itself
-    expected = torch.tensor(reference.gae(rewards.tolist(), values.tolist(), mask.tolist(), 0.9, 0.0)[0])
+    expected = torch.tensor(
+        reference.gae(rewards.tolist(), values.tolist(), mask.tolist(), 0.9, 0.0)[0]
+    )
     torch.testing.assert_close(gae(rewards, values, mask, 0.9, 0.0)[0], expected)
 
 
@@ -236,7 +267,12 @@ def test_strided_inputs(name):
     out = FUNCTIONS[name](rewards, values, mask, 0.9, 0.8)
     columns = (torch.nn.functional.pad(x, (1, 0))[:, 1:] for x in (rewards, values, mask.bool()))
     assert equal(out, FUNCTIONS[name](*columns, 0.9, 0.8))
-    assert equal(out, FUNCTIONS[name](*(x.t().contiguous().t() for x in (rewards, values, mask.bool())), 0.9, 0.8))
+    assert equal(
+        out,
+        FUNCTIONS[name](
+            *(x.t().contiguous().t() for x in (rewards, values, mask.bool())), 0.9, 0.8
+        ),
+    )
 
 
 @pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan")])
@@ -260,4 +296,7 @@ def test_many_rows_are_split_into_chunks_without_a_seam(monkeypatch):
     rewards, values, mask = case(9, rows=7, width=11)
     whole = [fn(rewards, values, mask, 0.9, 0.8) for fn in FUNCTIONS.values()]
     monkeypatch.setattr(segments, "CPU_CHUNK", 22)  # two rows at a time
-    assert all(equal(a, fn(rewards, values, mask, 0.9, 0.8)) for a, fn in zip(whole, FUNCTIONS.values(), strict=True))
+    assert all(
+        equal(a, fn(rewards, values, mask, 0.9, 0.8))
+        for a, fn in zip(whole, FUNCTIONS.values(), strict=True)
+    )

@@ -40,7 +40,9 @@ groups_of = st.lists(st.tuples(values, st.integers(0, 3)), min_size=1, max_size=
 def test_group_mean_and_std_by_hand():
     out = normalize_rewards(R, mean="group", std="group", groups=PAIRS)
     half, wide = 0.5**0.5 + 1e-6, 4.5**0.5 + 1e-6
-    torch.testing.assert_close(out, torch.tensor([0.5 / half, -0.5 / half, -1.5 / wide, 1.5 / wide]))
+    torch.testing.assert_close(
+        out, torch.tensor([0.5 / half, -0.5 / half, -1.5 / wide, 1.5 / wide])
+    )
 
 
 def test_rp3_batch_mean_with_group_std_is_one_reward_per_row():
@@ -82,9 +84,15 @@ def test_every_combination_matches_the_reference(mean, std, rows, earlier):
     running.update(torch.tensor(earlier))
     running.update(torch.tensor(rewards, dtype=torch.float64))
     out = normalize_rewards(
-        torch.tensor(rewards), mean=mean, std=std, groups=group_index(len(ids), ids=ids), running=running
+        torch.tensor(rewards),
+        mean=mean,
+        std=std,
+        groups=group_index(len(ids), ids=ids),
+        running=running,
     )
-    expected = torch.tensor(reference.normalize_rewards(rewards, ids, mean, std, seen=[*earlier, *rewards]))
+    expected = torch.tensor(
+        reference.normalize_rewards(rewards, ids, mean, std, seen=[*earlier, *rewards])
+    )
     # A standard deviation near 1e-6 divides or does not by a hair; keep away from that.
     if expected.abs().max() < 1e4:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -94,7 +102,9 @@ def test_every_combination_matches_the_reference(mean, std, rows, earlier):
 @pytest.mark.parametrize("std", SCOPES)
 def test_rp2_group_of_one_is_zero(mean, std):
     running = RunningMoments(count=5, mean=1.0, m2=8.0)
-    out = normalize_rewards(torch.tensor([3.0, 7.0]), mean=mean, std=std, groups=torch.arange(2), running=running)
+    out = normalize_rewards(
+        torch.tensor([3.0, 7.0]), mean=mean, std=std, groups=torch.arange(2), running=running
+    )
     assert out.tolist() == [0, 0]
 
 
@@ -108,21 +118,29 @@ def test_the_divisor_is_the_deviation_plus_1e_6_or_exactly_one():
     out = normalize_rewards(rewards, std="batch")
     torch.testing.assert_close(out, rewards / (0.5**0.5 + 1e-6), rtol=1e-12, atol=0)
     # one value so far: its deviation of 1 is a convention and not worth dividing by
-    assert normalize_rewards(rewards, std="running", running=RunningMoments(1, 3.0, 0.0)).tolist() == [1, 2]
+    assert normalize_rewards(
+        rewards, std="running", running=RunningMoments(1, 3.0, 0.0)
+    ).tolist() == [1, 2]
 
 
 def test_rp5_constant_groups_are_exactly_zero():
     for size, value in itertools.product((2, 3, 4, 5, 7, 8), (0.1, 0.3, 0.7, 1 / 3)):
         rewards = torch.full((2 * size,), value)
-        out = normalize_rewards(rewards, mean="group", std="group", groups=group_index(2 * size, size=size))
+        out = normalize_rewards(
+            rewards, mean="group", std="group", groups=group_index(2 * size, size=size)
+        )
         assert not out.any(), (size, value)
 
 
 def test_rp11_group_of_one_with_batch_statistics_keeps_its_signal():
-    out = normalize_rewards(torch.tensor([1.0, 3.0]), mean="batch", std="batch", groups=torch.arange(2))
+    out = normalize_rewards(
+        torch.tensor([1.0, 3.0]), mean="batch", std="batch", groups=torch.arange(2)
+    )
     torch.testing.assert_close(out, torch.tensor([-1.0, 1.0]) / (2**0.5 + 1e-6))
     # a constant group without a mean to subtract stays what it is
-    assert normalize_rewards(torch.tensor([2.0, 2.0]), std="group", groups=torch.zeros(2).long()).tolist() == [2, 2]
+    assert normalize_rewards(
+        torch.tensor([2.0, 2.0]), std="group", groups=torch.zeros(2).long()
+    ).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bfloat16])
@@ -140,7 +158,9 @@ def test_permutation_of_rows(rows, seed):
     for mean, std in (("group", "group"), ("batch", "group"), ("leave_one_out", None)):
         out = normalize_rewards(rewards, mean=mean, std=std, groups=group_index(len(ids), ids=ids))
         permuted_ids = [ids[i] for i in order.tolist()]
-        permuted = normalize_rewards(rewards[order], mean=mean, std=std, groups=group_index(len(ids), ids=permuted_ids))
+        permuted = normalize_rewards(
+            rewards[order], mean=mean, std=std, groups=group_index(len(ids), ids=permuted_ids)
+        )
         torch.testing.assert_close(permuted, out[order])
 
 
@@ -151,21 +171,31 @@ def test_shift_and_scale_invariance(shift, scale, seed):
     groups = group_index(12, size=4)
     for mean, std in itertools.product(("batch", "group"), (None, "batch", "group")):
         base = normalize_rewards(rewards, mean=mean, std=std, groups=groups)
-        torch.testing.assert_close(normalize_rewards(rewards + shift, mean=mean, std=std, groups=groups), base)
+        torch.testing.assert_close(
+            normalize_rewards(rewards + shift, mean=mean, std=std, groups=groups), base
+        )
         if std is not None:
             scaled = normalize_rewards(rewards * scale, mean=mean, std=std, groups=groups)
-            torch.testing.assert_close(scaled, base, rtol=1e-4, atol=1e-4)  # up to the 1e-6 in the divisor
+            torch.testing.assert_close(
+                scaled, base, rtol=1e-4, atol=1e-4
+            )  # up to the 1e-6 in the divisor
 
 
 def test_ids_and_positions_agree_when_sorted():
     rewards = torch.arange(6.0).square()
-    by_position = normalize_rewards(rewards, mean="group", std="group", groups=group_index(6, size=3))
-    by_id = normalize_rewards(rewards, mean="group", std="group", groups=group_index(6, ids=["q"] * 3 + ["p"] * 3))
+    by_position = normalize_rewards(
+        rewards, mean="group", std="group", groups=group_index(6, size=3)
+    )
+    by_id = normalize_rewards(
+        rewards, mean="group", std="group", groups=group_index(6, ids=["q"] * 3 + ["p"] * 3)
+    )
     assert torch.equal(by_position, by_id)
 
 
 def test_rp7_a_dropped_row_does_not_shift_groups_that_have_ids():
-    out = normalize_rewards(torch.tensor([1.0, 4.0, 6.0]), mean="group", groups=group_index(3, ids=[7, 9, 9]))
+    out = normalize_rewards(
+        torch.tensor([1.0, 4.0, 6.0]), mean="group", groups=group_index(3, ids=[7, 9, 9])
+    )
     assert out.tolist() == [0, -1, 1]
 
 
@@ -176,9 +206,13 @@ def test_rp9_a_reward_that_is_not_finite_names_its_row(bad):
 
 
 def test_rp6_unknown_scopes_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown norm_mean_type 'foo'; known: None, batch, group, running"):
+    with pytest.raises(
+        ValueError, match=r"unknown norm_mean_type 'foo'; known: None, batch, group, running"
+    ):
         normalize_rewards(R, mean="foo")
-    with pytest.raises(ValueError, match=r"unknown norm_std_type 'leave_one_out'; known: None, batch"):
+    with pytest.raises(
+        ValueError, match=r"unknown norm_std_type 'leave_one_out'; known: None, batch"
+    ):
         normalize_rewards(R, std="leave_one_out")
 
 

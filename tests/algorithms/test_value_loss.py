@@ -15,7 +15,10 @@ PARTS = ("loss", "error", "clip_fraction", "prediction", "old_prediction")
 def columns(seed: int, mask: Tensor) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     names = ("values_BT", "returns_BT", "old_values_BT")
-    return {name: torch.where(mask.bool(), torch.randn(mask.shape, generator=generator), 0.0) for name in names}
+    return {
+        name: torch.where(mask.bool(), torch.randn(mask.shape, generator=generator), 0.0)
+        for name in names
+    }
 
 
 def run(mask: Tensor, tensors: dict[str, Tensor], **options: object) -> tuple[ValueLoss, Tensor]:
@@ -43,7 +46,9 @@ def test_clipping_by_hand() -> None:
     # Predictions moved from 0 to 1 and to -1; the return is 2. With clip 0.5 the first is taken as 0.5, the second
     # as -0.5: the larger error counts, (0.5 - 2)^2 = 2.25 over 1 and (-1 - 2)^2 = 9 over 6.25.
     tensors = {"values_BT": torch.tensor([[1.0, -1.0]]), "returns_BT": torch.full((1, 2), 2.0)}
-    result, gradient = run(torch.ones(1, 2), {**tensors, "old_values_BT": torch.zeros(1, 2)}, clip=0.5)
+    result, gradient = run(
+        torch.ones(1, 2), {**tensors, "old_values_BT": torch.zeros(1, 2)}, clip=0.5
+    )
     assert result.loss.item() == pytest.approx(0.5 * (2.25 + 9) / 2)
     assert result.error.item() == pytest.approx((1 + 9) / 2)
     assert result.clip_fraction.item() == 0.5
@@ -72,7 +77,11 @@ def test_matches_plain_loops(seed: int, clip: float | None) -> None:
 def test_ad15_any_split_adds_up_whatever_its_size(mode: str, seed: int) -> None:
     mask = random_mask(seed, rows=6)
     tensors = columns(seed, mask)
-    counts = {"num_tokens": count_tokens(mask), "num_sequences": count_sequences(mask), "norm_factor": mask.shape[1]}
+    counts = {
+        "num_tokens": count_tokens(mask),
+        "num_sequences": count_sequences(mask),
+        "norm_factor": mask.shape[1],
+    }
     whole, whole_gradient = run(mask, tensors, clip=0.3, agg_mode=mode, **counts)
     gradient, parts = torch.zeros(mask.shape), []
     for rows in cuts(len(mask), seed):
@@ -94,7 +103,9 @@ def test_garbage_under_the_mask_changes_no_bit(garbage: float) -> None:
     mask = random_mask(4, empty_row=True)
     tensors = columns(4, mask)
     clean, clean_gradient = run(mask, tensors, clip=0.3)
-    dirty, gradient = run(mask, {name: poisoned(value, mask, garbage) for name, value in tensors.items()}, clip=0.3)
+    dirty, gradient = run(
+        mask, {name: poisoned(value, mask, garbage) for name, value in tensors.items()}, clip=0.3
+    )
     assert all(torch.equal(getattr(clean, name), getattr(dirty, name)) for name in PARTS)
     assert torch.equal(clean_gradient, gradient)
     wide = {name: padded(value, 2, 3, garbage) for name, value in tensors.items()}
@@ -111,7 +122,9 @@ def test_ad15_without_a_clip_the_clip_fraction_is_zero_and_not_the_error() -> No
 def test_an_all_masked_batch_is_a_connected_zero() -> None:
     nan = torch.full((2, 3), float("nan"))
     result, gradient = run(
-        torch.zeros(2, 3), dict.fromkeys(("values_BT", "returns_BT", "old_values_BT"), nan), clip=0.2
+        torch.zeros(2, 3),
+        dict.fromkeys(("values_BT", "returns_BT", "old_values_BT"), nan),
+        clip=0.2,
     )
     assert result.loss.item() == 0 and torch.equal(gradient, torch.zeros(2, 3))
 

@@ -50,7 +50,9 @@ def test_it_uses_the_processors_that_are_free_and_says_so(tmp_path, monkeypatch)
 @pytest.mark.timeout(900)
 def test_all_of_it_learns_and_says_so(tmp_path):
     output = io.StringIO()
-    outcomes = demo.run_demo(tmp_path / "demo", everything=True, console=Console(file=output, width=120))
+    outcomes = demo.run_demo(
+        tmp_path / "demo", everything=True, console=Console(file=output, width=120)
+    )
     learned = {outcome.stage.name: (outcome.before, outcome.after) for outcome in outcomes}
     assert learned.keys() == {"GRPO", "agentic", "DPO"}
     # The warm start stops at the first validation above 0.35, which may be well above it.
@@ -59,6 +61,11 @@ def test_all_of_it_learns_and_says_so(tmp_path):
     assert learned["DPO"][0] <= 0.6 and learned["DPO"][1] >= 0.9
     text = output.getvalue()
     assert "answer before" in text and "What was learned" in text
-    names = {name for outcome in outcomes for line in read_metrics(outcome.run_dir / METRICS_FILE) for name in line}
+    names = {
+        name
+        for outcome in outcomes
+        for line in read_metrics(outcome.run_dir / METRICS_FILE)
+        for name in line
+    }
     assert undocumented(name for name in names if "/" in name) == []
     assert all((outcome.run_dir / "report.html").is_file() for outcome in outcomes)

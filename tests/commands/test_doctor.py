@@ -35,7 +35,9 @@ def of(findings: list[Finding], what: str) -> Finding:
 
 def test_this_machine_is_fit_for_the_tests(tmp_path):
     findings = doctor.examine(tmp_path)
-    assert {"Python", "torch", "transformers", "GPU", "memory", "disk"} <= {item.what for item in findings}
+    assert {"Python", "torch", "transformers", "GPU", "memory", "disk"} <= {
+        item.what for item in findings
+    }
     assert all(item.fix for item in findings if item.state != "ok")
     answer = json.loads(doctor.as_json(findings))
     assert answer["healthy"] == doctor.is_healthy(findings)
@@ -63,7 +65,9 @@ def test_a_missing_requirement_is_a_problem_and_a_missing_extra_is_not(versions)
 def test_a_runtime_that_omegaconf_cannot_read_is_found(monkeypatch):
     real = metadata.version
     monkeypatch.setattr(
-        doctor.metadata, "version", lambda name: "4.13.2" if name == "antlr4-python3-runtime" else real(name)
+        doctor.metadata,
+        "version",
+        lambda name: "4.13.2" if name == "antlr4-python3-runtime" else real(name),
     )
     [conflict] = doctor._conflicts(["omegaconf"])
     assert conflict.what == "antlr4-python3-runtime"
@@ -79,10 +83,14 @@ def test_a_torch_that_cannot_be_imported_is_reported_with_its_last_line(monkeypa
 def test_a_companion_built_for_another_torch_is_a_problem(monkeypatch):
     real_requires, real_version = metadata.requires, metadata.version
     monkeypatch.setattr(
-        doctor.metadata, "requires", lambda name: ["torch==2.9.0"] if name == "torchvision" else real_requires(name)
+        doctor.metadata,
+        "requires",
+        lambda name: ["torch==2.9.0"] if name == "torchvision" else real_requires(name),
     )
     monkeypatch.setattr(
-        doctor.metadata, "version", lambda name: "0.24.0" if name == "torchvision" else real_version(name)
+        doctor.metadata,
+        "version",
+        lambda name: "0.24.0" if name == "torchvision" else real_version(name),
     )
     finding = of(doctor._torch_companions(), "torchvision")
     assert finding.fix == "pip uninstall torchvision"

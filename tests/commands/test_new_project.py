@@ -56,11 +56,19 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_command_of_its_readme_trains(project):
-    [command] = re.findall(r"^```\n(.*?)\n```", (project / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    [command] = re.findall(
+        r"^```\n(.*?)\n```", (project / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(command, shell=True, cwd=project, env={**os.environ, "PATH": path}, capture_output=True)
+    done = subprocess.run(
+        command, shell=True, cwd=project, env={**os.environ, "PATH": path}, capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()
     metric = "val_correct/all/mean"
-    values = [line[metric] for line in read_metrics(project / "runs/grpo/metrics.jsonl") if metric in line]
-    assert values[0] <= 0.8 and values[-1] >= 0.85  # the warm start may stop well above its goal of 0.35
+    values = [
+        line[metric] for line in read_metrics(project / "runs/grpo/metrics.jsonl") if metric in line
+    ]
+    assert (
+        values[0] <= 0.8 and values[-1] >= 0.85
+    )  # the warm start may stop well above its goal of 0.35
     assert (project / "runs/grpo/report.html").is_file()

@@ -8,17 +8,23 @@ from roll.configs.batch_plan import BatchPlan, division_problems
 from roll.configs.worker_config import WorkerConfig
 
 
-def role(ranks: int = 1, per_device: int = 8, accumulation: int = 1, **training_args) -> WorkerConfig:
+def role(
+    ranks: int = 1, per_device: int = 8, accumulation: int = 1, **training_args
+) -> WorkerConfig:
     sizes = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
     strategy = {"strategy_name": "hf_train"}
     return WorkerConfig(
-        name="actor_train", world_size=ranks, strategy_args=strategy, training_args={**sizes, **training_args}
+        name="actor_train",
+        world_size=ranks,
+        strategy_args=strategy,
+        training_args={**sizes, **training_args},
     )
 
 
 def plan(config: WorkerConfig, **values) -> BatchPlan:
     return BatchPlan(
-        role=config, **{"prompts": 64, "samples_per_prompt": 8, "sequence_length": 1024, "steps": 500, **values}
+        role=config,
+        **{"prompts": 64, "samples_per_prompt": 8, "sequence_length": 1024, "steps": 500, **values},
     )
 
 
@@ -36,13 +42,22 @@ def test_epochs_multiply_optimizer_steps():
 
 
 def test_pairs_are_two_rows_of_one_sample():
-    result = plan(role(per_device=4, accumulation=2), prompts=8, samples_per_prompt=1, rows_per_sample=2)
-    assert (result.rows, result.rows_per_micro_batch, result.optimizer_steps_per_batch) == (16, 8, 1)
+    result = plan(
+        role(per_device=4, accumulation=2), prompts=8, samples_per_prompt=1, rows_per_sample=2
+    )
+    assert (result.rows, result.rows_per_micro_batch, result.optimizer_steps_per_batch) == (
+        16,
+        8,
+        1,
+    )
 
 
 def test_turns_round_up():
     assert (
-        plan(role(per_device=100), prompts=20, samples_per_prompt=1, rows_are_turns=True).optimizer_steps_per_batch == 1
+        plan(
+            role(per_device=100), prompts=20, samples_per_prompt=1, rows_are_turns=True
+        ).optimizer_steps_per_batch
+        == 1
     )
 
 
@@ -65,14 +80,19 @@ def test_learning_rates_at_first_middle_and_last_step():
 def test_what_does_not_divide_names_the_two_nearest_values(
     prompts, samples, ranks, per_device, accumulation, low, high
 ):
-    result = plan(role(ranks, per_device, accumulation), prompts=prompts, samples_per_prompt=samples)
+    result = plan(
+        role(ranks, per_device, accumulation), prompts=prompts, samples_per_prompt=samples
+    )
     (problem,) = result.problems("rollout_batch_size")
     assert problem.key == "rollout_batch_size"
     assert problem.message.startswith(f"found {prompts} (int), expected a multiple of ")
     assert problem.message.endswith(f"; use {low} or {high}")
     for value in (low, high):
         assert (
-            plan(role(ranks, per_device, accumulation), prompts=value, samples_per_prompt=samples).problems("x") == []
+            plan(
+                role(ranks, per_device, accumulation), prompts=value, samples_per_prompt=samples
+            ).problems("x")
+            == []
         )
 
 
@@ -104,7 +124,10 @@ def test_a_second_condition_is_met_by_the_values_too():
 
 
 def test_values_that_suit_all_roles_are_proposed():
-    actor, critic = plan(role(per_device=12), prompts=100, samples_per_prompt=1), plan(role(per_device=50), prompts=100)
+    actor, critic = (
+        plan(role(per_device=12), prompts=100, samples_per_prompt=1),
+        plan(role(per_device=50), prompts=100),
+    )
     (problem,) = division_problems([critic, actor], "rollout_batch_size")
     assert problem.message.startswith("found 100 (int), expected a multiple of 300,")
     assert problem.message.endswith("; use 300 or 600")
@@ -114,10 +137,16 @@ def test_values_that_suit_all_roles_are_proposed():
 
 @settings(max_examples=50, deadline=None)
 @given(*[st.integers(1, size) for size in (64, 8, 8, 8, 8)])
-def test_plans_without_problems_use_every_row_exactly_once(prompts, samples, ranks, per_device, accumulation):
-    result = plan(role(ranks, per_device, accumulation), prompts=prompts, samples_per_prompt=samples)
+def test_plans_without_problems_use_every_row_exactly_once(
+    prompts, samples, ranks, per_device, accumulation
+):
+    result = plan(
+        role(ranks, per_device, accumulation), prompts=prompts, samples_per_prompt=samples
+    )
     divides = prompts * samples % (ranks * per_device * accumulation) == 0
     assert (result.problems("x") == []) == divides
     if divides:
-        per_step = result.ranks * result.rows_per_micro_batch * result.micro_batches_per_optimizer_step
+        per_step = (
+            result.ranks * result.rows_per_micro_batch * result.micro_batches_per_optimizer_step
+        )
         assert result.optimizer_steps_per_batch * per_step == result.rows

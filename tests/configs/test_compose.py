@@ -72,12 +72,19 @@ def test_packages_and_groups_go_under_their_key(tmp_path):
         model__small="layers: 2",
         main="defaults: [opt@train.optimizer, {model: small}, {other: null}, optional nothing]\nmodel: {heads: 4}",
     )
-    assert load_yaml(path) == {"train": {"optimizer": {"lr": 1}}, "model": {"layers": 2, "heads": 4}}
+    assert load_yaml(path) == {
+        "train": {"optimizer": {"lr": 1}},
+        "model": {"layers": 2, "heads": 4},
+    }
 
 
 def test_the_same_base_twice_is_no_circle(tmp_path):
     path = write(
-        tmp_path, root="a: 1", left="defaults: [root]", right="defaults: [root]", main="defaults: [left, right]"
+        tmp_path,
+        root="a: 1",
+        left="defaults: [root]",
+        right="defaults: [root]",
+        main="defaults: [left, right]",
     )
     assert load_yaml(path) == {"a": 1}
 
@@ -120,7 +127,11 @@ def test_a_missing_file(tmp_path):
     ("text", "where", "what"),
     [
         ("a: [1, 2\nb: 3\n", ":2:2", "not valid YAML: expected ',' or ']', but got ':'"),
-        ("a: 1\n\tb: 2\n", ":2:1", "not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "a: 1\n\tb: 2\n",
+            ":2:1",
+            "not valid YAML: found character '\\t' that cannot start any token",
+        ),
         ("a: 1\nb: 2\na: 3\n", ":3:1", "not valid YAML: found duplicate key a"),
         ("a: *x\n", ":1:4", "not valid YAML: found undefined alias 'x'"),
         ("a: b: c\n", ":1:5", "not valid YAML: mapping values are not allowed here"),
@@ -210,7 +221,10 @@ def test_malformed_and_unknown_resolvers(tmp_path):
 
 def test_a_bad_reference_from_the_command_line_is_located_there(tmp_path):
     path = write(tmp_path, main="a: 1")
-    assert error_of(path, "a=${nope}") == "command line: a: ${nope} does not resolve, because there is no key nope"
+    assert (
+        error_of(path, "a=${nope}")
+        == "command line: a: ${nope} does not resolve, because there is no key nope"
+    )
 
 
 # overrides
@@ -243,7 +257,9 @@ def test_overrides(tmp_path):
 
 
 def test_an_override_below_a_reference_changes_one_value_of_a_copy(tmp_path):
-    path = write(tmp_path, main="env: {Walk: {steps: 1, name: '${n}'}}\nenvs: {Walk: '${env.Walk}'}\nn: w")
+    path = write(
+        tmp_path, main="env: {Walk: {steps: 1, name: '${n}'}}\nenvs: {Walk: '${env.Walk}'}\nn: w"
+    )
     values = load_yaml(path, ["envs.Walk.steps=5"])
     assert values["envs"]["Walk"] == {"steps": 5, "name": "w"}
     assert values["env"]["Walk"]["steps"] == 1
@@ -271,7 +287,9 @@ def test_malformed_overrides(tmp_path, override, message):
 
 def test_variables_bases_and_lines(tmp_path):
     path = write(
-        tmp_path, base="shared: {x: 1}\nother: 1", main="defaults: [base]\nname: n\na:\n  b: ${name}\n  c: ${.b}"
+        tmp_path,
+        base="shared: {x: 1}\nother: 1",
+        main="defaults: [base]\nname: n\na:\n  b: ${name}\n  c: ${.b}",
     )
     composition = compose(path, ["a.c=2"])
     assert composition.referenced == {"name"}

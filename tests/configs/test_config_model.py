@@ -25,17 +25,29 @@ def all_classes(root: type[ConfigModel] = ConfigModel) -> list[type[ConfigModel]
     return found
 
 
-@pytest.mark.parametrize("cls", all_classes(), ids=lambda cls: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}")
+@pytest.mark.parametrize(
+    "cls", all_classes(), ids=lambda cls: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
+)
 def test_every_field_has_one_sentence_of_description(cls):
     for name, field in cls.model_fields.items():
         assert field.description, f"{cls.__name__}.{name} has no description"
-        assert field.description.endswith((".", ")")) and "\n" not in field.description, (name, field.description)
+        assert field.description.endswith((".", ")")) and "\n" not in field.description, (
+            name,
+            field.description,
+        )
 
 
 def test_fields_without_effect_say_why():
-    marked = [field for cls in all_classes() for field in cls.model_fields.values() if is_without_effect(field)]
+    marked = [
+        field
+        for cls in all_classes()
+        for field in cls.model_fields.values()
+        if is_without_effect(field)
+    ]
     assert len(marked) > 30
-    assert all(item.why for field in marked for item in field.metadata if isinstance(item, NoEffect))
+    assert all(
+        item.why for field in marked for item in field.metadata if isinstance(item, NoEffect)
+    )
 
 
 @pytest.mark.parametrize("cls", PIPELINES)
@@ -49,7 +61,9 @@ def test_a_config_cannot_be_changed(cls):
 
 @pytest.mark.parametrize("cls", PIPELINES)
 def test_pickle_and_deepcopy_give_equal_configs(cls):
-    config = cls(sequence_length=2048, actor_train=WorkerConfig(strategy_args={"strategy_name": "hf_train"}))
+    config = cls(
+        sequence_length=2048, actor_train=WorkerConfig(strategy_args={"strategy_name": "hf_train"})
+    )
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
     assert type(pickle.loads(pickle.dumps(config)).actor_train) is WorkerConfig
@@ -69,10 +83,16 @@ def test_plain_values_leave_out_what_has_no_effect_unless_it_was_changed():
 
 
 @pytest.mark.parametrize("cls", PIPELINES)
-def test_making_a_config_touches_neither_environment_nor_disk_nor_arguments(cls, tmp_path, monkeypatch):
+def test_making_a_config_touches_neither_environment_nor_disk_nor_arguments(
+    cls, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
-    roles = {"actor_train": {"system_envs": {"A": "1"}}, "system_envs": {"B": "2"}, "checkpoint_config": {"type": "x"}}
+    roles = {
+        "actor_train": {"system_envs": {"A": "1"}},
+        "system_envs": {"B": "2"},
+        "checkpoint_config": {"type": "x"},
+    }
     given = copy.deepcopy(roles)
     config = cls(sequence_length=2048, track_with="tensorboard", rpc_timeout=5, **roles)
     assert config.actor_train.system_envs == {"A": "1", "B": "2"}

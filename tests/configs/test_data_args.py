@@ -26,7 +26,8 @@ def test_defaults_are_rolls():
 
 def test_prompt_and_messages_exclude_each_other():
     with pytest.raises(
-        ConfigError, match=r'messages: found "m" .*, expected null, because prompt is "p"; keep one of them'
+        ConfigError,
+        match=r'messages: found "m" .*, expected null, because prompt is "p"; keep one of them',
     ):
         DataArguments(prompt="p", messages="m")
 
@@ -39,5 +40,7 @@ def test_shares_add_up_to_one():
 
 def test_files_is_a_list_however_it_was_written():
     assert DataArguments().files == []
-    assert DataArguments(file_name="a.jsonl").files == ["a.jsonl"]  # not the letters of the name, as in ROLL's DPO
+    assert DataArguments(file_name="a.jsonl").files == [
+        "a.jsonl"
+    ]  # not the letters of the name, as in ROLL's DPO
     assert DataArguments(file_name=["a.jsonl", "b.jsonl"]).files == ["a.jsonl", "b.jsonl"]

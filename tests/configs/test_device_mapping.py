@@ -32,12 +32,22 @@ def test_forms_that_roll_files_use(written, devices):
     "written",
     [
         *("all", "0-3", "3", 3, {"a": 1}, ["a"], [1.5], [True], [-1], "", "1 + 2"),
-        *("list(range('8'))", "list(8)", "[0, 'a']", "[-1]", "[[0]]", "list(range(0, 8, 0))", "list(range(0,8)"),
+        *(
+            "list(range('8'))",
+            "list(8)",
+            "[0, 'a']",
+            "[-1]",
+            "[[0]]",
+            "list(range(0, 8, 0))",
+            "list(range(0,8)",
+        ),
         *("open('x')", "__import__('os').system('false')", "[i for i in range(8)]"),
     ],
 )
 def test_what_is_no_list_of_numbers_says_how_to_write_one(written):
-    with pytest.raises(ValueError, match=r"expected a list of GPU numbers; write \[0, 1\], list\(range\(0,8\)\)"):
+    with pytest.raises(
+        ValueError, match=r"expected a list of GPU numbers; write \[0, 1\], list\(range\(0,8\)\)"
+    ):
         parse_device_mapping(written)
 
 
@@ -54,7 +64,9 @@ def test_empty_repeated_and_absurd_lists():
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 5))
 def test_ranges_mean_what_python_means(start, length, step):
     stop = start + length
-    assert parse_device_mapping(f"list(range({start},{stop},{step}))") == list(range(start, stop, step))
+    assert parse_device_mapping(f"list(range({start},{stop},{step}))") == list(
+        range(start, stop, step)
+    )
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,12 +15,18 @@ from roll.pipeline.registry import load_config
 from roll.utils.machine import parse_machine
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted([*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "tests/configs/data").rglob("*.yaml")])
+FILES = sorted(
+    [*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "tests/configs/data").rglob("*.yaml")]
+)
 CONFIGS = [path for path in FILES if path.parent.name != "config"]
 
 
 def test_there_are_examples_of_every_pipeline():
-    found = {load_config(path, warn=False).config.pipeline for path in CONFIGS if "examples" in path.parts}
+    found = {
+        load_config(path, warn=False).config.pipeline
+        for path in CONFIGS
+        if "examples" in path.parts
+    }
     assert found == {"dpo", "rlvr", "agentic", "sft"}
 
 
@@ -41,7 +47,11 @@ def test_it_is_ready_to_train_and_survives_a_round_trip(path, tmp_path):
 EXAMPLES = [path for path in CONFIGS if "examples" in path.parts]
 # What a reader brings, in the form that the examples' comments give.
 BROUGHT = {
-    "data/math": {"messages": [{"role": "user", "content": "1 + 1?"}], "ground_truth": "2", "tag": "math"},
+    "data/math": {
+        "messages": [{"role": "user", "content": "1 + 1?"}],
+        "ground_truth": "2",
+        "tag": "math",
+    },
     "data/preferences": {"prompt": "Hi", "chosen": "Hello!", "rejected": "What?"},
 }
 
@@ -50,7 +60,10 @@ BROUGHT = {
 def prepared(tmp_path_factory) -> Path:
     """A folder in which the scripts of the examples have made what they make, and readers have put their own data."""
     folder = tmp_path_factory.mktemp("clone")
-    for script, *arguments in (["rlvr/make_data.py"], ["dpo/make_data.py", "output/dpo_data", "--model"]):
+    for script, *arguments in (
+        ["rlvr/make_data.py"],
+        ["dpo/make_data.py", "output/dpo_data", "--model"],
+    ):
         command = [sys.executable, str(ROOT / "examples" / script), *arguments]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=200)
     (folder / "data").mkdir()
@@ -59,7 +72,9 @@ def prepared(tmp_path_factory) -> Path:
             (folder / f"{prefix}_{split}.jsonl").write_text((json.dumps(row) + "\n") * 512)
     for path in EXAMPLES:
         pretrain = load_config(path, warn=False).config.pretrain
-        if pretrain.startswith("output/") and not (folder / pretrain).exists():  # a warm start, or an earlier run
+        if (
+            pretrain.startswith("output/") and not (folder / pretrain).exists()
+        ):  # a warm start, or an earlier run
             make_tiny_model(folder / pretrain)
     return folder
 

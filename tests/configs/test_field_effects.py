@@ -42,7 +42,11 @@ NO_USE = {
     "plain_values", "with_max_steps", "all_roles", "allowed_strategies", "missing_for_training", "idle_keys",
     "batch_plans",
 }  # fmt: skip
-ONLY_SHOW = (str(ROOT / "roll/viewer"), str(ROOT / "roll/configs/report.py"), str(ROOT / "roll/configs/memory.py"))
+ONLY_SHOW = (
+    str(ROOT / "roll/viewer"),
+    str(ROOT / "roll/configs/report.py"),
+    str(ROOT / "roll/configs/memory.py"),
+)
 
 
 def marked(field: FieldInfo, kind: type) -> list[Any]:
@@ -66,7 +70,10 @@ def all_fields() -> dict[str, FieldInfo]:
                 is_new = key_of(kind, name) not in found
                 found[key_of(kind, name)] = field
                 if is_new and not marked(field, NoEffect) + marked(field, NotBuilt):
-                    for inner in (field.annotation, *(mark.model for mark in marked(field, Entries))):
+                    for inner in (
+                        field.annotation,
+                        *(mark.model for mark in marked(field, Entries)),
+                    ):
                         collect(inner)
         for inner in get_args(kind):
             collect(inner)
@@ -108,7 +115,9 @@ def recorded(reads: set[str]) -> Iterator[None]:
 
 def run(config: Any, reads: set[str]) -> None:
     with recorded(reads), pipeline_class(config)(config, progress=False) as pipeline:
-        started = [config.key_of(cluster.cluster_name).partition(".")[0] for cluster in pipeline._clusters]
+        started = [
+            config.key_of(cluster.cluster_name).partition(".")[0] for cluster in pipeline._clusters
+        ]
         pipeline.run()
     reads |= {key_of(type(config), name) for name in started}
 
@@ -126,7 +135,13 @@ def role(strategy: str, **more: Any) -> dict[str, Any]:
 
 
 def common(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"output_dir": str(folder / "output"), "track_with": "stdout", "max_steps": 1, "eval_steps": 1, **more}
+    return {
+        "output_dir": str(folder / "output"),
+        "track_with": "stdout",
+        "max_steps": 1,
+        "eval_steps": 1,
+        **more,
+    }
 
 
 def dpo_runs(folder: Path) -> Iterator[DPOConfig]:
@@ -142,15 +157,31 @@ def dpo_runs(folder: Path) -> Iterator[DPOConfig]:
     yield DPOConfig(**values, actor_train=role("hf_train", **data_args) | {"model_args": lora})
     reference = role("fsdp2_infer")
     yield DPOConfig(
-        **values, actor_train=role("hf_train", **data_args) | {"strategy_args": sharded}, reference=reference
+        **values,
+        actor_train=role("hf_train", **data_args) | {"strategy_args": sharded},
+        reference=reference,
     )
 
 
 def sft_runs(folder: Path) -> Iterator[SFTConfig]:
     make_inputs(folder)
-    data_args = {"file_name": str(folder / "train.jsonl"), "prompt": "prompt", "response": "ground_truth"}
-    values = common(folder, pretrain=str(folder / "model"), prompt_length=8, response_length=8, global_template="base")
-    yield SFTConfig(**values, actor_train=role("hf_train", data_args=data_args), validation={"data_args": data_args})
+    data_args = {
+        "file_name": str(folder / "train.jsonl"),
+        "prompt": "prompt",
+        "response": "ground_truth",
+    }
+    values = common(
+        folder,
+        pretrain=str(folder / "model"),
+        prompt_length=8,
+        response_length=8,
+        global_template="base",
+    )
+    yield SFTConfig(
+        **values,
+        actor_train=role("hf_train", data_args=data_args),
+        validation={"data_args": data_args},
+    )
 
 
 def rlvr_runs(folder: Path) -> Iterator[RLVRConfig]:
@@ -158,7 +189,10 @@ def rlvr_runs(folder: Path) -> Iterator[RLVRConfig]:
     write_rows(folder / "train.jsonl", 24, difficulty=0.5)
     values = make_values(folder, **common(folder))
     sampling = values["actor_infer"]["generating_args"]
-    values["validation"] = {"data_args": {"file_name": str(folder / "test.jsonl")}, "generating_args": sampling}
+    values["validation"] = {
+        "data_args": {"file_name": str(folder / "test.jsonl")},
+        "generating_args": sampling,
+    }
     values |= {"reference": role("hf_infer"), "critic": role("hf_train")}
     actor = values.pop("actor_train")
     reward = values.pop("rewards")["reverse"]
@@ -170,7 +204,10 @@ def rlvr_runs(folder: Path) -> Iterator[RLVRConfig]:
         **values | kl | {"adv_estimator": "gae"},
         rewards={"reverse": reward},
         actor_train=actor | wide | {"pg_variant": "topr"},
-        train_infer_correction={"is_weight": {"enabled": True}, "filters": [{"enabled": True, "diff_enabled": True}]},
+        train_infer_correction={
+            "is_weight": {"enabled": True},
+            "filters": [{"enabled": True, "diff_enabled": True}],
+        },
         difficulty_loss_weight=True,
         rollout_mock={"enable": True, "dump_dir": str(folder / "dump")},
         rollout_dump_dir=str(folder / "samples"),
@@ -192,15 +229,27 @@ def agentic_runs(folder: Path) -> Iterator[Any]:
     values = common(folder, val_batch_size=4, val_env_manager=manager)
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "init_kl_coef": 0.1, "add_token_level_kl": True}
     clip = {"use_pg_clip_range": True, "dual_clip_loss": True}
-    yield tiny_pipeline_config(folder, {"Good": "GoodEnv"}, **values, **kl, **clip, adv_estimator="gae")
-    values |= {"rollout_dump_dir": str(folder / "samples"), "rollout_mock": {"enable": True, "dump_dir": str(folder)}}
+    yield tiny_pipeline_config(
+        folder, {"Good": "GoodEnv"}, **values, **kl, **clip, adv_estimator="gae"
+    )
+    values |= {
+        "rollout_dump_dir": str(folder / "samples"),
+        "rollout_mock": {"enable": True, "dump_dir": str(folder)},
+    }
     step = {"env_type": "bad_envs:GoodEnv", "env_manager_cls": STEP, "max_steps": 3}
     yield tiny_pipeline_config(folder, {"Good": step}, **values, adv_estimator="gigpo")
     failing = {"env_type": "bad_envs:SometimesRaisingEnv", "max_steps": 3}
-    yield tiny_pipeline_config(folder, {"Good": failing}, **values | {"eval_steps": 0}, adv_estimator="reinforce")
+    yield tiny_pipeline_config(
+        folder, {"Good": failing}, **values | {"eval_steps": 0}, adv_estimator="reinforce"
+    )
 
 
-RUNS: dict[str, Any] = {"dpo": dpo_runs, "sft": sft_runs, "rlvr": rlvr_runs, "agentic": agentic_runs}
+RUNS: dict[str, Any] = {
+    "dpo": dpo_runs,
+    "sft": sft_runs,
+    "rlvr": rlvr_runs,
+    "agentic": agentic_runs,
+}
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +270,15 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
 
 
 def test_every_field_is_read_by_a_run_or_has_a_test_or_is_without_effect(reads):
-    working = {key for key, field in all_fields().items() if not marked(field, NoEffect) + marked(field, NotBuilt)}
+    working = {
+        key
+        for key, field in all_fields().items()
+        if not marked(field, NoEffect) + marked(field, NotBuilt)
+    }
     silent = working - reads - TESTS.keys()
-    assert sorted(silent) == [], "no run reads them: make them work, mark them NoEffect, or name the test of each"
+    assert sorted(silent) == [], (
+        "no run reads them: make them work, mark them NoEffect, or name the test of each"
+    )
     assert sorted(TESTS.keys() - working) == [], "no field with an effect has this name"
     assert sorted(TESTS.keys() & reads) == [], "a run reads them, so they need no entry"
 
@@ -246,9 +301,17 @@ def test_the_named_test_exists_and_is_about_the_field(key, test):
 
 def test_what_no_run_reads_is_read_somewhere():
     """Without its declaration: as an attribute, or by its name."""
-    nodes = [node for path in (ROOT / "roll").rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    nodes = [
+        node
+        for path in (ROOT / "roll").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    ]
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts = {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     assert {key.rpartition(".")[2] for key in TESTS} <= attributes | texts
 
 
@@ -258,7 +321,12 @@ def test_a_setting_without_effect_is_named_when_it_is_written():
         for name, field in cls.model_fields.items():
             if marked(field, NoEffect):
                 ignored: list[str] = []
-                _sift({"pipeline": pipeline, name: field.get_default(call_default_factory=True)}, cls, "", ignored)
+                _sift(
+                    {"pipeline": pipeline, name: field.get_default(call_default_factory=True)},
+                    cls,
+                    "",
+                    ignored,
+                )
                 assert name in ignored
 
 
@@ -314,16 +382,38 @@ def test_options_of_a_reward_reach_its_function(worker, name):
                 ({"system_envs": {"A": "1"}}, "actor_train.system_envs"),
             )
         ),
-        (RLVRConfig, {"sequence_length": 64, "response_length": None}, "actor_infer.generating_args.max_new_tokens"),
-        (RLVRConfig, {"val_sequence_length": 50, "val_prompt_length": 9}, "validation.generating_args.max_new_tokens"),
+        (
+            RLVRConfig,
+            {"sequence_length": 64, "response_length": None},
+            "actor_infer.generating_args.max_new_tokens",
+        ),
+        (
+            RLVRConfig,
+            {"val_sequence_length": 50, "val_prompt_length": 9},
+            "validation.generating_args.max_new_tokens",
+        ),
         (RLVRConfig, {"reward_pretrain": "other/model"}, "critic.model_args.model_name_or_path"),
         (AgenticConfig, {"reward_pretrain": "other/model"}, "critic.model_args.model_name_or_path"),
-        (RLVRConfig, {"force_disable_old_logprobs_recompute": True}, "enable_old_logprobs_recompute"),
-        (AgenticConfig, {"force_disable_old_logprobs_recompute": True}, "enable_old_logprobs_recompute"),
+        (
+            RLVRConfig,
+            {"force_disable_old_logprobs_recompute": True},
+            "enable_old_logprobs_recompute",
+        ),
+        (
+            AgenticConfig,
+            {"force_disable_old_logprobs_recompute": True},
+            "enable_old_logprobs_recompute",
+        ),
     ],
 )
 def test_fields_that_others_follow(cls, values, follows):
-    base = {"prompt_length": 32, "response_length": 16, "validation": {}, "val_batch_size": -1, "eval_steps": 1}
+    base = {
+        "prompt_length": 32,
+        "response_length": 16,
+        "validation": {},
+        "val_batch_size": -1,
+        "eval_steps": 1,
+    }
     base = {key: value for key, value in base.items() if key in cls.model_fields}
 
     def found(config):

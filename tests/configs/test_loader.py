@@ -38,7 +38,11 @@ def test_a_dpo_file():
     loaded = load_config(DPO, warn=False)
     config = loaded.config
     assert isinstance(config, DPOConfig)
-    assert (config.beta, config.actor_train.device_mapping, config.reference.device_mapping) == (0.2, [0, 1], [2, 3])
+    assert (config.beta, config.actor_train.device_mapping, config.reference.device_mapping) == (
+        0.2,
+        [0, 1],
+        [2, 3],
+    )
     assert config.actor_train.strategy_config["zero_optimization"]["stage"] == 3
     assert config.actor_train.training_args.per_device_train_batch_size == 4  # pairs, as written
     assert config.checkpoint_config["output_dir"] == "./ckpt/dpo-small"
@@ -63,7 +67,11 @@ def test_an_rlvr_file():
     assert config.exp_name == "rlvr-ppo"  # the variable is no key of the config
     assert config.actor_train.pg_variant == "ppo"
     assert config.actor_infer.generating_args.num_return_sequences == 8
-    assert config.tag_2_domain == {"deepmath_103k": "math_rule", "aime": "math_rule", "RLVR": "llm_judge"}
+    assert config.tag_2_domain == {
+        "deepmath_103k": "math_rule",
+        "aime": "math_rule",
+        "RLVR": "llm_judge",
+    }
     assert config.rewards["llm_judge"].device_mapping == [6, 7]
     assert config.actor_train.strategy_config == {"fsdp_size": 4}
     assert loaded.ignored == (
@@ -78,7 +86,9 @@ def test_an_rlvr_file():
         "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
         "actor_train.strategy_args.strategy_config.moe_grouped_gemm",
     )
-    assert [str(item) for item in loaded.replaced] == ["actor_infer.generating_args.max_new_tokens: 1000 became 4096"]
+    assert [str(item) for item in loaded.replaced] == [
+        "actor_infer.generating_args.max_new_tokens: 1000 became 4096"
+    ]
 
 
 def test_values_that_follow_from_others_are_named(tmp_path):
@@ -109,12 +119,24 @@ actor_train:
     ("pipeline", "text", "idle"),
     [
         ("dpo", "prompt_length: 16", "prompt_length (sequence_length is the limit)"),
-        ("dpo", "track_with: none\ntracker_kwargs: {project: p}", "tracker_kwargs (no tracker of track_with takes op"),
+        (
+            "dpo",
+            "track_with: none\ntracker_kwargs: {project: p}",
+            "tracker_kwargs (no tracker of track_with takes op",
+        ),
         ("rlvr", "kl_loss_coef: 0.1", "kl_loss_coef (use_kl_loss is off)"),
         ("rlvr", "adv_estimator: grpo\nlambd: 0.5", "lambd (adv_estimator is not gae)"),
         ("rlvr", "actor_train: {kimi15_tau: 3}", "actor_train.kimi15_tau (pg_variant is ppo)"),
-        ("rlvr", "difficulty_low_threshold: 0.3", "difficulty_low_threshold (difficulty_mask is off)"),
-        ("sft", "actor_train: {max_tokens_per_microbatch_in_train: 99}", "(use_dynamic_batching_in_train is off)"),
+        (
+            "rlvr",
+            "difficulty_low_threshold: 0.3",
+            "difficulty_low_threshold (difficulty_mask is off)",
+        ),
+        (
+            "sft",
+            "actor_train: {max_tokens_per_microbatch_in_train: 99}",
+            "(use_dynamic_batching_in_train is off)",
+        ),
     ],
 )
 def test_a_key_that_another_one_switches_off_is_named(tmp_path, pipeline, text, idle):
@@ -127,15 +149,17 @@ def test_a_key_that_another_one_switches_off_is_named(tmp_path, pipeline, text, 
 
 def test_settings_that_change_nothing_in_one_pipeline_are_named_there(tmp_path):
     text = "pipeline: {}\nsequence_length: 2048\nrollout_batch_size: 64"
-    assert load_config(write(tmp_path, text.format("dpo")), warn=False).ignored == ("rollout_batch_size",)
+    assert load_config(write(tmp_path, text.format("dpo")), warn=False).ignored == (
+        "rollout_batch_size",
+    )
     assert load_config(write(tmp_path, text.format("rlvr")), warn=False).ignored == ()
 
 
 def test_keys_of_an_environment_without_effect_are_named(tmp_path):
-    text = (
-        "pipeline: agentic\nsequence_length: 64\neval_steps: 0\ncustom_envs: {SimpleSokoban: {use_thread_lock: true}}"
+    text = "pipeline: agentic\nsequence_length: 64\neval_steps: 0\ncustom_envs: {SimpleSokoban: {use_thread_lock: true}}"
+    assert load_config(write(tmp_path, text), warn=False).ignored == (
+        "custom_envs.SimpleSokoban.use_thread_lock",
     )
-    assert load_config(write(tmp_path, text), warn=False).ignored == ("custom_envs.SimpleSokoban.use_thread_lock",)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +183,19 @@ def test_code_runs_on_this_machine(tmp_path):
     text = "pipeline: rlvr\nsequence_length: 2048\nrewards: {code: {reward_fn: 'a.py:f', code_url: 'http://x'}}"
     assert load_config(write(tmp_path, text), warn=False).ignored == ("rewards.code.code_url",)
     message = "rewards.code.use_local: found False (bool); not built yet: running code at code_url"
-    assert message in error_of(write(tmp_path, text.replace("code_url: 'http://x'", "use_local: false")))
+    assert message in error_of(
+        write(tmp_path, text.replace("code_url: 'http://x'", "use_local: false"))
+    )
 
 
 def test_an_agentic_file():
     config = load_config(AGENTIC, warn=False).config
     assert isinstance(config, AgenticConfig)
     walk = config.custom_envs["Walk"]
-    assert (walk["max_steps"], walk["max_tokens_per_step"]) == (6, 16)  # one variable of the base, one replaced here
+    assert (walk["max_steps"], walk["max_tokens_per_step"]) == (
+        6,
+        16,
+    )  # one variable of the base, one replaced here
     assert walk["env_config"]["symbols"] == {0: "#", 1: "."}
     assert config.train_env_manager.generating_args.max_new_tokens == 16
     assert config.train_env_manager.world_size == 8
@@ -191,7 +220,9 @@ def test_a_resolved_config_loads_again_to_an_equal_one(path, tmp_path):
     st.text(alphabet="a${}\\", max_size=6),
     st.booleans(),
 )
-def test_dump_and_load_is_a_fixpoint(tmp_path_factory, ranks, samples, estimator, ahead, name, lora):
+def test_dump_and_load_is_a_fixpoint(
+    tmp_path_factory, ranks, samples, estimator, ahead, name, lora
+):
     strategy = {"strategy_name": "fsdp2_train"}
     model = {"lora_target": "q_proj,v_proj"} if lora else {}
     config = RLVRConfig(
@@ -248,12 +279,19 @@ def test_a_misspelt_key_is_no_variable_even_if_something_refers_to_it(tmp_path):
 def test_a_misspelt_key_of_a_base_file_is_found_there(tmp_path):
     base = write(tmp_path, "sequence_lengt: 8\ntemplates: {a: 1}\nspare: text", "base.yaml")
     path = write(tmp_path, "defaults: [base]\npipeline: dpo\nresponse_length: 8")
-    assert error_of(path) == f'{base}:1: sequence_lengt: unknown key; did you mean "sequence_length"?'
+    assert (
+        error_of(path) == f'{base}:1: sequence_lengt: unknown key; did you mean "sequence_length"?'
+    )
 
 
 def test_an_empty_section_is_the_default(tmp_path):
-    path = write(tmp_path, "pipeline: dpo\nsequence_length: 8\nactor_train:\n  training_args:\nreference:\n")
-    assert load_config(path).config == load_config(write(tmp_path, "pipeline: dpo\nsequence_length: 8")).config
+    path = write(
+        tmp_path, "pipeline: dpo\nsequence_length: 8\nactor_train:\n  training_args:\nreference:\n"
+    )
+    assert (
+        load_config(path).config
+        == load_config(write(tmp_path, "pipeline: dpo\nsequence_length: 8")).config
+    )
 
 
 # what is wrong, and where
@@ -263,7 +301,10 @@ def test_an_empty_section_is_the_default(tmp_path):
     ("line", "expected"),
     [
         ("bta: 0.1", 'bta: unknown key; did you mean "beta"?'),
-        ("max_steps: many", 'max_steps: found "many" (str), expected a whole number; the default is 500'),
+        (
+            "max_steps: many",
+            'max_steps: found "many" (str), expected a whole number; the default is 500',
+        ),
         ("loss_type: sigmoidal", 'did you mean "sigmoid"?'),
         ("beta: 0", "beta: found 0 (int), expected a number greater than 0; the default is 0.1"),
         (
@@ -271,7 +312,10 @@ def test_an_empty_section_is_the_default(tmp_path):
             'actor_train.device_mapping: found "all" (str), expected a list of GPU numbers',
         ),
         ("actor_train: 3", "actor_train: found 3 (int), expected a mapping (key: value)"),
-        ("validation: {data_args: {prompt: a, messages: b}}", "validation.data_args.messages: found"),
+        (
+            "validation: {data_args: {prompt: a, messages: b}}",
+            "validation.data_args.messages: found",
+        ),
         (
             "actor_train: {strategy_args: {strategy_name: megatron_train}}",
             '"megatron_train" is not supported; the nearest one is',
@@ -287,7 +331,8 @@ def test_one_problem_is_one_line_with_file_line_and_key(tmp_path, line, expected
 
 def test_several_problems_are_several_lines(tmp_path):
     path = write(
-        tmp_path, "pipeline: dpo\nsequence_length: long\nactor_train:\n  trainin_args: {}\n  model_args: {dtype: int8}"
+        tmp_path,
+        "pipeline: dpo\nsequence_length: long\nactor_train:\n  trainin_args: {}\n  model_args: {dtype: int8}",
     )
     lines = error_of(path, "seed=x").splitlines()
     assert lines == [
@@ -301,14 +346,21 @@ def test_several_problems_are_several_lines(tmp_path):
 
 def test_what_does_not_divide_is_an_error_with_the_two_nearest_values():
     message = error_of(RLVR, "rollout_batch_size=17", "critic.strategy_args=null")
-    assert message.startswith("command line: rollout_batch_size: found 17 (int), expected a multiple of 4,")
+    assert message.startswith(
+        "command line: rollout_batch_size: found 17 (int), expected a multiple of 4,"
+    )
     assert message.endswith("; use 16 or 20")
 
 
 def test_megatron_files_load_with_the_nearest_strategy():
     strategy = "actor_train.strategy_args.strategy_name"
-    assert f'{strategy}: the strategy "megatron_train" is not supported' in error_of(RLVR, f"{strategy}=megatron_train")
-    assert load_config(RLVR, [f"{strategy}=fsdp2_train"], warn=False).config.actor_train.strategy_name == "fsdp2_train"
+    assert f'{strategy}: the strategy "megatron_train" is not supported' in error_of(
+        RLVR, f"{strategy}=megatron_train"
+    )
+    assert (
+        load_config(RLVR, [f"{strategy}=fsdp2_train"], warn=False).config.actor_train.strategy_name
+        == "fsdp2_train"
+    )
 
 
 def test_unsupported_parts_come_first_and_hide_nothing(tmp_path):
@@ -323,13 +375,24 @@ def test_unsupported_parts_come_first_and_hide_nothing(tmp_path):
     )
     lines = error_of(path).splitlines()
     assert lines[0] == vision and len(lines) == 3
-    assert "actor_train.strategy_args.strategy_name" in lines[1] and f"{path}:3: bta: unknown key" in lines[2]
+    assert (
+        "actor_train.strategy_args.strategy_name" in lines[1]
+        and f"{path}:3: bta: unknown key" in lines[2]
+    )
     # Alone, and where nobody can say which pipeline the rest is for.
-    assert error_of(write(tmp_path, "rewards: {}\npretrain: Qwen/Qwen2.5-VL-7B\nsequence_length: 2048")) == vision
+    assert (
+        error_of(
+            write(tmp_path, "rewards: {}\npretrain: Qwen/Qwen2.5-VL-7B\nsequence_length: 2048")
+        )
+        == vision
+    )
     assert error_of(write(tmp_path, "\npretrain: Qwen/Qwen2.5-VL-7B")) == vision
     # A key that both would name is named once; another pipeline's file is not judged as one of ours.
     assert error_of(write(tmp_path, "rewards: {}\nvision_dp: true")).count("vision_dp") == 1
-    assert error_of(write(tmp_path, "student: {}\nbta: 1")) == f"{path}:1: student: not supported: distillation"
+    assert (
+        error_of(write(tmp_path, "student: {}\nbta: 1"))
+        == f"{path}:1: student: not supported: distillation"
+    )
 
 
 def test_values_that_yaml_cannot_express_are_an_error():

@@ -7,7 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roll.configs.memory import GIB, MemoryEstimate, ModelShape, estimate_memory, memory_verdict, read_shape
+from roll.configs.memory import (
+    GIB,
+    MemoryEstimate,
+    ModelShape,
+    estimate_memory,
+    memory_verdict,
+    read_shape,
+)
 from roll.exceptions import ConfigError
 from roll.pipeline.dpo.dpo_config import DPOConfig
 
@@ -17,7 +24,9 @@ def folder(tmp_path):
     """1,000 + 24 parameters in two files."""
     shape = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 50}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    save_file({"a": torch.zeros(10, 100)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"a": torch.zeros(10, 100)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"}
+    )
     save_file({"b": torch.zeros(2, 3, 4)}, tmp_path / "model-2.safetensors")
     return tmp_path
 
@@ -25,8 +34,17 @@ def folder(tmp_path):
 def config_of(folder, dtype="fp32", strategy="hf_train", **role):
     model = {"model_name_or_path": str(folder), "dtype": dtype, **role.pop("model_args", {})}
     training = {"per_device_train_batch_size": 4}
-    actor = {"model_args": model, "strategy_args": {"strategy_name": strategy}, "training_args": training, **role}
-    reference = {"model_args": model, "strategy_args": {"strategy_name": "hf_infer"}, "infer_batch_size": 1}
+    actor = {
+        "model_args": model,
+        "strategy_args": {"strategy_name": strategy},
+        "training_args": training,
+        **role,
+    }
+    reference = {
+        "model_args": model,
+        "strategy_args": {"strategy_name": "hf_infer"},
+        "infer_batch_size": 1,
+    }
     return DPOConfig(actor_train=actor, reference=reference, sequence_length=16)
 
 
@@ -37,7 +55,9 @@ def test_the_shape_comes_from_the_files(folder):
 def test_a_name_on_a_hub_and_a_folder_without_weights_have_no_estimate(tmp_path):
     assert read_shape("Qwen/Qwen2.5-7B") is None
     assert read_shape(None) is None
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 50}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 50})
+    )
     assert read_shape(tmp_path) is None
 
 
@@ -50,7 +70,10 @@ def test_one_device_keeps_weights_gradients_and_two_moments(folder):
 
 
 def test_half_precision_halves_the_states_of_one_device(folder):
-    full, half = (estimate_memory(config_of(folder, dtype))["actor_train"].states for dtype in ("fp32", "bf16"))
+    full, half = (
+        estimate_memory(config_of(folder, dtype))["actor_train"].states
+        for dtype in ("fp32", "bf16")
+    )
     assert full == 2 * half
 
 
@@ -70,30 +93,45 @@ def test_sharded_ranks_share_float32_states(folder):
 
 def test_without_checkpointing_every_layer_is_kept(folder):
     lean, fat = (
-        estimate_memory(config_of(folder, model_args={"disable_gradient_checkpointing": off}))["actor_train"]
+        estimate_memory(config_of(folder, model_args={"disable_gradient_checkpointing": off}))[
+            "actor_train"
+        ]
         for off in (False, True)
     )
     assert fat.activations > lean.activations
 
 
 def verdict(config, estimates, gpu=None, host=None):
-    sizes = {name: MemoryEstimate(states * GIB, activations * GIB) for name, (states, activations) in estimates.items()}
-    limits = {"gpu_bytes": None if gpu is None else gpu * GIB, "host_bytes": None if host is None else host * GIB}
+    sizes = {
+        name: MemoryEstimate(states * GIB, activations * GIB)
+        for name, (states, activations) in estimates.items()
+    }
+    limits = {
+        "gpu_bytes": None if gpu is None else gpu * GIB,
+        "host_bytes": None if host is None else host * GIB,
+    }
     errors, warnings = memory_verdict(config, sizes, machine="this machine", **limits)
     return [str(error) for error in errors], warnings
 
 
 def test_more_than_the_machine_has_is_an_error(folder):
     (error,), warnings = verdict(config_of(folder), {"actor_train": (300, 80)}, host=24)
-    assert error.startswith("actor_train: estimated 380.0 GiB of memory for actor_train, this machine has 24.0 GiB; ")
+    assert error.startswith(
+        "actor_train: estimated 380.0 GiB of memory for actor_train, this machine has 24.0 GiB; "
+    )
     assert warnings == []
 
 
-@pytest.mark.parametrize(("limit", "kind"), [(39, "error"), (41, "warning"), (79, "warning"), (80, "fits")])
+@pytest.mark.parametrize(
+    ("limit", "kind"), [(39, "error"), (41, "warning"), (79, "warning"), (80, "fits")]
+)
 def test_activations_may_be_half_or_half_as_much_again(folder, limit, kind):
     """20 of states and 40 of activations: surely more than 40, at most 80."""
     errors, warnings = verdict(config_of(folder), {"actor_train": (20, 40)}, host=limit)
-    assert {"error": (1, 0), "warning": (0, 1), "fits": (0, 0)}[kind] == (len(errors), len(warnings))
+    assert {"error": (1, 0), "warning": (0, 1), "fits": (0, 0)}[kind] == (
+        len(errors),
+        len(warnings),
+    )
     if kind == "warning":
         assert "activations may be 50% more or fewer, so it may not fit" in warnings[0]
 
@@ -113,11 +151,15 @@ def test_roles_that_share_a_gpu_add_up_unless_they_are_offloaded(folder):
 
     def on_gpus(train, reference, **settings):
         config = config_of(folder, device_mapping=train)
-        reference = config.reference.model_copy(update={"device_mapping": reference, "world_size": 1})
+        reference = config.reference.model_copy(
+            update={"device_mapping": reference, "world_size": 1}
+        )
         return config.model_copy(update={"reference": reference, **settings})
 
     (error,), _ = verdict(on_gpus([0], [0]), roles, gpu=80)
-    assert error.startswith("actor_train: estimated 90.0 GiB on one GPU for actor_train, reference, this machine has")
+    assert error.startswith(
+        "actor_train: estimated 90.0 GiB on one GPU for actor_train, reference, this machine has"
+    )
     assert verdict(on_gpus([0], [1]), roles, gpu=80) == ([], [])
     assert verdict(on_gpus([0], [0], is_offload_states=True), roles, gpu=80) == ([], [])
 
@@ -125,7 +167,9 @@ def test_roles_that_share_a_gpu_add_up_unless_they_are_offloaded(folder):
 def test_a_reference_that_is_asked_once_makes_room(folder):
     config = config_of(folder).model_copy(update={"reference_log_probs": "precompute"})
     assert verdict(config, {"actor_train": (50, 0), "reference": (40, 0)}, host=60) == ([], [])
-    assert verdict(config, {"actor_train": (50, 0), "reference": (70, 0)}, host=60)[0][0].startswith("reference: ")
+    assert verdict(config, {"actor_train": (50, 0), "reference": (70, 0)}, host=60)[0][
+        0
+    ].startswith("reference: ")
 
 
 def test_states_that_stay_in_host_memory_leave_the_gpu(folder):

@@ -35,7 +35,9 @@ def test_defaults_are_rolls():
 
 
 def test_lora_names_are_split_at_commas_and_a_regular_expression_is_not():
-    args = ModelArguments(lora_target="q_proj, v_proj", additional_target="lm_head", freeze_module_prefix="embed,head")
+    args = ModelArguments(
+        lora_target="q_proj, v_proj", additional_target="lm_head", freeze_module_prefix="embed,head"
+    )
     assert args.lora_target == ["q_proj", "v_proj"]
     assert args.additional_target == ["lm_head"]
     assert args.freeze_module_prefix == ["embed", "head"]
@@ -58,5 +60,8 @@ def test_names_of_attention_and_precision():
         "bfloat16",
         "float16",
     ]
-    with pytest.raises(ConfigError, match=r'dtype: found "bfloat16" .* expected one of fp32, bf16, fp16; did you mean'):
+    with pytest.raises(
+        ConfigError,
+        match=r'dtype: found "bfloat16" .* expected one of fp32, bf16, fp16; did you mean',
+    ):
         ModelArguments(dtype="bfloat16")

@@ -55,8 +55,16 @@ def test_defaults_are_rolls():
         "backend": "auto",
     }
     assert {key: getattr(config, key) for key in expected} == expected
-    assert RolloutMockConfig().model_dump() == {"enable": False, "mode": "dump", "dump_dir": "./rollout_mock_dumps"}
-    assert RouterArguments().model_dump() == {"router_name": None, "router_config": {}, "max_running_requests": 128}
+    assert RolloutMockConfig().model_dump() == {
+        "enable": False,
+        "mode": "dump",
+        "dump_dir": "./rollout_mock_dumps",
+    }
+    assert RouterArguments().model_dump() == {
+        "router_name": None,
+        "router_config": {},
+        "max_running_requests": 128,
+    }
 
 
 def test_what_the_user_wrote_stays():
@@ -71,7 +79,10 @@ def test_what_the_user_wrote_stays():
         exp_name="e",
     )
     assert (config.output_dir, config.logging_dir, config.num_gpus_per_node) == ("o", "l", 3)
-    assert (config.tracker_kwargs, config.checkpoint_config["output_dir"]) == ({"log_dir": "t"}, "c")
+    assert (config.tracker_kwargs, config.checkpoint_config["output_dir"]) == (
+        {"log_dir": "t"},
+        "c",
+    )
 
 
 def test_lengths():
@@ -91,12 +102,24 @@ def test_lengths():
             {"sequence_length": 64, "response_length": 5, "prompt_length": 60},
             "response_length: found 5 .* = 4; remove one",
         ),
-        ({"sequence_length": 64, "val_prompt_length": 5}, "val_sequence_length: missing; the two lengths"),
-        ({"sequence_length": 64, "val_sequence_length": 5}, "val_prompt_length: missing; the two lengths"),
+        (
+            {"sequence_length": 64, "val_prompt_length": 5},
+            "val_sequence_length: missing; the two lengths",
+        ),
+        (
+            {"sequence_length": 64, "val_sequence_length": 5},
+            "val_prompt_length: missing; the two lengths",
+        ),
         ({"sequence_length": 64, "max_steps": 0}, "max_steps: found 0 .* at least 1"),
         ({"sequence_length": 64, "save_steps": 0}, "save_steps: found 0 .* at least 1"),
-        ({"sequence_length": 64, "generate_opt_level": 2}, "generate_opt_level: found 2 .* at most 1"),
-        ({"sequence_length": 64, "backend": "slurm"}, 'backend: found "slurm" .* expected one of auto, local, ray'),
+        (
+            {"sequence_length": 64, "generate_opt_level": 2},
+            "generate_opt_level: found 2 .* at most 1",
+        ),
+        (
+            {"sequence_length": 64, "backend": "slurm"},
+            'backend: found "slurm" .* expected one of auto, local, ray',
+        ),
     ],
 )
 def test_values_that_do_not_fit(values, message):
@@ -121,7 +144,10 @@ def test_roles_inherit_from_the_pipeline():
 
 
 def test_the_number_of_machines_follows_from_the_devices():
-    roles = {"actor_train": {"device_mapping": "list(range(0,8))"}, "actor_infer": {"device_mapping": "[15]"}}
+    roles = {
+        "actor_train": {"device_mapping": "list(range(0,8))"},
+        "actor_infer": {"device_mapping": "[15]"},
+    }
     assert PPOConfig(sequence_length=64, num_gpus_per_node=8, **roles).num_nodes == 2
     assert PPOConfig(sequence_length=64, num_gpus_per_node=16, **roles).num_nodes == 1
     assert PPOConfig(sequence_length=64, num_gpus_per_node=16, num_nodes=3, **roles).num_nodes == 3
@@ -132,10 +158,14 @@ def model_role(strategy: str, workers: int = 1) -> WorkerConfig:
 
 
 def test_workers_run_in_process_unless_a_role_with_a_model_has_several():
-    alone = PPOConfig(sequence_length=64, actor_train=model_role("hf_train"), reward=WorkerConfig(world_size=8))
+    alone = PPOConfig(
+        sequence_length=64, actor_train=model_role("hf_train"), reward=WorkerConfig(world_size=8)
+    )
     assert alone.execution_backend == "local"
     assert PPOConfig(sequence_length=64, backend="ray").execution_backend == "ray"
-    assert PPOConfig(sequence_length=64, actor_infer=model_role("vllm", 2)).execution_backend == "ray"
+    assert (
+        PPOConfig(sequence_length=64, actor_infer=model_role("vllm", 2)).execution_backend == "ray"
+    )
 
 
 def test_roles_that_are_not_started_do_not_call_for_ray():
@@ -160,7 +190,10 @@ def test_in_process_with_several_workers_is_an_error_with_the_fix():
     ],
 )
 def test_each_role_has_its_strategies(role, strategy, expected):
-    with pytest.raises(ConfigError, match=f"{role}.strategy_args.strategy_name: found .* expected one of {expected}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{role}.strategy_args.strategy_name: found .* expected one of {expected}",
+    ):
         PPOConfig(sequence_length=64, **{role: model_role(strategy)})
 
 
@@ -171,7 +204,8 @@ def test_a_token_budget_holds_at_least_one_row():
         max_tokens_per_microbatch_in_train=63,
     )
     with pytest.raises(
-        ConfigError, match=r"actor_train.max_tokens_per_microbatch_in_train: found 63 .* sequence_length = 64"
+        ConfigError,
+        match=r"actor_train.max_tokens_per_microbatch_in_train: found 63 .* sequence_length = 64",
     ):
         PPOConfig(sequence_length=64, actor_train=role)
 

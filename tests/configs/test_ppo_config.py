@@ -83,7 +83,10 @@ def test_defaults_of_the_train_infer_correction_are_rolls():
         "diff_high": 0.2,
     }
     assert TransferBackendArguments().model_dump() == {"backend_name": None, "backend_config": {}}
-    with pytest.raises(ConfigError, match=r"ratio_low: found 2.0 .* at most ratio_high = 1.2; no token would be kept"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ratio_low: found 2.0 .* at most ratio_high = 1.2; no token would be kept",
+    ):
         TrainInferFilterConfig(ratio_low=2)
 
 
@@ -97,8 +100,16 @@ def test_a_reference_is_there_when_kl_needs_it():
 def test_roles_that_name_no_model_take_pretrain_and_the_others_keep_theirs():
     # ROLL gives all of actor_train, actor_infer and reference the path of pretrain as soon as one of them has none.
     config = ppo(pretrain="base", reference={"model_args": {"model_name_or_path": "other"}})
-    paths = {name: getattr(config, name).model_args.model_name_or_path for name in config.default_worker_cls}
-    assert paths == {"actor_train": "base", "actor_infer": "base", "reference": "other", "critic": "base"}
+    paths = {
+        name: getattr(config, name).model_args.model_name_or_path
+        for name in config.default_worker_cls
+    }
+    assert paths == {
+        "actor_train": "base",
+        "actor_infer": "base",
+        "reference": "other",
+        "critic": "base",
+    }
     assert ppo(pretrain="base", reward_pretrain="rm").critic.model_args.model_name_or_path == "rm"
 
 
@@ -120,7 +131,9 @@ def test_when_old_log_probs_are_computed(values, expected):
     assert ppo(**values).enable_old_logprobs_recompute is expected
 
 
-@pytest.mark.parametrize(("ratio", "frequency", "expected"), [(0, 1, 0), (1, 1, 1), (1.5, 1, 2), (1, 3, 3), (0, 3, 2)])
+@pytest.mark.parametrize(
+    ("ratio", "frequency", "expected"), [(0, 1, 0), (1, 1, 1), (1.5, 1, 2), (1, 3, 3), (0, 3, 2)]
+)
 def test_how_old_samples_may_be(ratio, frequency, expected):
     infer = {"model_update_frequency": frequency}
     assert ppo(async_generation_ratio=ratio, actor_infer=infer).max_staleness == expected
@@ -130,7 +143,10 @@ def test_a_replay_starts_what_is_trained_or_scores():
     config = ppo(rollout_mock={"enable": True, "mode": "mock"}, use_kl_loss=True)
     assert config.is_replay and not config.is_dump
     assert list(config.active_roles()) == ["actor_train", "reference", "critic"]
-    assert not ppo(rollout_mock={"mode": "mock"}).is_replay and ppo(rollout_mock={"enable": True}).is_dump
+    assert (
+        not ppo(rollout_mock={"mode": "mock"}).is_replay
+        and ppo(rollout_mock={"enable": True}).is_dump
+    )
 
 
 def test_generation_gets_sampling_arguments_and_concurrency():
@@ -152,12 +168,24 @@ def test_schedules_are_as_long_as_there_are_optimizer_steps():
         "strategy_args": {"strategy_name": "hf_train"},
         "training_args": {"per_device_train_batch_size": 4, "max_steps": 3},
     }
-    config = ppo(max_steps=10, rollout_batch_size=32, ppo_epochs=2, critic_warmup=4, actor_train=role, critic=role)
+    config = ppo(
+        max_steps=10,
+        rollout_batch_size=32,
+        ppo_epochs=2,
+        critic_warmup=4,
+        actor_train=role,
+        critic=role,
+    )
     assert config.actor_train.training_args.max_steps == (10 - 4) * (32 // 4) * 2
     assert config.critic.training_args.max_steps == 10 * (32 // 4)
     # On 4 ranks there are a quarter as many; ROLL divides by the ranks a second time.
     role = {**role, "device_mapping": [0, 1, 2, 3]}
-    assert ppo(max_steps=10, rollout_batch_size=32, actor_train=role).actor_train.training_args.max_steps == 10 * 2
+    assert (
+        ppo(
+            max_steps=10, rollout_batch_size=32, actor_train=role
+        ).actor_train.training_args.max_steps
+        == 10 * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,23 +196,41 @@ def test_schedules_are_as_long_as_there_are_optimizer_steps():
         ({"pg_clip": 1}, "pg_clip: found 1 .* below 1"),
         ({"pg_clip_low": 1.0}, "pg_clip_low: found 1.0 .* below 1"),
         ({"pg_clip_high": -0.1}, "pg_clip_high: found -0.1 .* at least 0"),
-        ({"pg_clip": None}, "pg_clip: found null, expected a number, because use_pg_clip_range is off"),
+        (
+            {"pg_clip": None},
+            "pg_clip: found null, expected a number, because use_pg_clip_range is off",
+        ),
         ({"dual_clip_c": 1}, "dual_clip_c: found 1 .* greater than 1"),
         ({"target_kl": 0}, "target_kl: found 0 .* greater than 0"),
         ({"reward_clip": -1}, "reward_clip: found -1 .* at least 0"),
         ({"advantage_clip": 0}, "advantage_clip: found 0 .* greater than 0"),
         ({"ppo_epochs": 0}, "ppo_epochs: found 0 .* at least 1"),
-        ({"kl_penalty": "k4"}, "kl_penalty: found .* expected one of kl, k1, abs, mse, k2, k3, low_var_kl;"),
+        (
+            {"kl_penalty": "k4"},
+            "kl_penalty: found .* expected one of kl, k1, abs, mse, k2, k3, low_var_kl;",
+        ),
         (
             {"kl_penalty": "full"},
             'kl_penalty: found "full" .*whole vocabulary.*only those.*; k3 comes nearest',
         ),
-        ({"kl_loss_type": "full"}, 'kl_loss_type: found "full" .*whole vocabulary.*; k3 comes nearest'),
-        ({"kl_loss_type": "k1"}, 'kl_loss_type: found "k1" .*does not depend on the reference.*k2 and k3'),
-        ({"kl_loss_type": "k4"}, "kl_loss_type: found .* expected one of k3, low_var_kl, k2, mse, abs, k3"),
+        (
+            {"kl_loss_type": "full"},
+            'kl_loss_type: found "full" .*whole vocabulary.*; k3 comes nearest',
+        ),
+        (
+            {"kl_loss_type": "k1"},
+            'kl_loss_type: found "k1" .*does not depend on the reference.*k2 and k3',
+        ),
+        (
+            {"kl_loss_type": "k4"},
+            "kl_loss_type: found .* expected one of k3, low_var_kl, k2, mse, abs, k3",
+        ),
         ({"adv_estimator": "gro"}, 'reinforce_plus_plus_baseline; did you mean "grpo"'),
         ({"loss_agg_mode": "mean"}, "loss_agg_mode: found .* expected one of token-mean"),
-        ({"norm_mean_type": "all"}, "norm_mean_type: found .* expected one of batch, group, running"),
+        (
+            {"norm_mean_type": "all"},
+            "norm_mean_type: found .* expected one of batch, group, running",
+        ),
         ({"critic_warmup": 500}, "critic_warmup: found 500 .* less than max_steps = 500"),
         (
             {"loss_norm_factor": 10},
@@ -208,7 +254,9 @@ def test_generation_shares_gpus_or_not():
 
 
 def test_missing_for_training_names_strategy_and_model():
-    problems = [str(problem) for problem in ppo(init_kl_coef=0, adv_estimator="grpo").missing_for_training()]
+    problems = [
+        str(problem) for problem in ppo(init_kl_coef=0, adv_estimator="grpo").missing_for_training()
+    ]
     assert problems == [
         "actor_train.strategy_args: missing; actor_train needs a strategy: strategy_name: hf_train runs anywhere",
         "actor_infer.strategy_args: missing; actor_infer needs a strategy: strategy_name: hf_infer runs anywhere",
@@ -217,13 +265,18 @@ def test_missing_for_training_names_strategy_and_model():
     config = ppo(actor_train=train, actor_infer=infer, init_kl_coef=0, adv_estimator="grpo")
     (problem,) = config.missing_for_training()
     assert (
-        str(problem) == "pretrain: missing; a folder or a Hugging Face name of the model for actor_train, actor_infer"
+        str(problem)
+        == "pretrain: missing; a folder or a Hugging Face name of the model for actor_train, actor_infer"
     )
     assert ppo(**{**dict(config), "pretrain": "some/model"}).missing_for_training() == []
 
 
 def test_norms_of_estimators_are_those_of_the_algorithms():
-    norms = {name: item.reward_norm for name, item in ADVANTAGE_ESTIMATORS.items() if item.reward_norm is not None}
+    norms = {
+        name: item.reward_norm
+        for name, item in ADVANTAGE_ESTIMATORS.items()
+        if item.reward_norm is not None
+    }
     assert {name: (norm.mean, norm.std) for name, norm in norms.items()} == ESTIMATOR_NORMS
 
 
@@ -264,4 +317,6 @@ def test_norms_of_estimators_are_those_of_the_algorithms():
     ],
 )
 def test_norms_that_the_estimator_overrides_are_named(estimator, mean, std, sentences):
-    assert ppo(adv_estimator=estimator, norm_mean_type=mean, norm_std_type=std).cautions() == sentences
+    assert (
+        ppo(adv_estimator=estimator, norm_mean_type=mean, norm_std_type=std).cautions() == sentences
+    )

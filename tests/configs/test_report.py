@@ -55,21 +55,33 @@ def test_agentic_counts_trajectories_and_turns_are_a_range():
     assert table["optimizer steps in all"] == ["80 to 480"]
     assert table["tokens per step, at most"] == [f"{32 * 6 * 1024:,}"]
     table = cells("agentic", "adv_estimator=gigpo", "~custom_envs.Walk.max_steps")
-    assert table["rows per step"] == ["at least 32"] and table["tokens per step, at most"] == ["unknown"]
+    assert table["rows per step"] == ["at least 32"] and table["tokens per step, at most"] == [
+        "unknown"
+    ]
 
 
 def test_micro_batches_by_tokens():
     overrides = ["use_dynamic_batching_in_train=true", "max_tokens_per_microbatch_in_train=4096"]
     table = cells("agentic", *[f"actor_train.{override}" for override in overrides])
-    assert table["micro-batches"] == ["of up to 4,096 tokens"] and "rows per micro-batch" not in table
+    assert (
+        table["micro-batches"] == ["of up to 4,096 tokens"] and "rows per micro-batch" not in table
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "remark"),
     [
-        ("dpo", (), "actor_train: the constant schedule has no warm-up; constant_with_warmup has one"),
+        (
+            "dpo",
+            (),
+            "actor_train: the constant schedule has no warm-up; constant_with_warmup has one",
+        ),
         ("rlvr", ("max_steps=12",), "actor_train: the warm-up takes 20 of 16 optimizer steps"),
-        ("rlvr", ("adv_estimator=grpo",), "critic has a strategy and is not started, because nothing needs it"),
+        (
+            "rlvr",
+            ("adv_estimator=grpo",),
+            "critic has a strategy and is not started, because nothing needs it",
+        ),
         (
             "rlvr",
             ("adv_estimator=grpo", "num_return_sequences_in_group=1", "rollout_batch_size=32"),

@@ -9,13 +9,24 @@ from transformers import get_scheduler
 from roll.configs import TrainingArguments
 from roll.configs.schedule import learning_rate_at
 
-KINDS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
+KINDS = [
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
 
 
 def rates_of_transformers(args: TrainingArguments, total: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     scheduler = get_scheduler(
-        args.lr_scheduler_type, optimizer, num_warmup_steps=args.get_warmup_steps(total), num_training_steps=total
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=args.get_warmup_steps(total),
+        num_training_steps=total,
     )
     rates = []
     for _ in range(total):
@@ -46,5 +57,12 @@ def test_warmup_ratios(kind, total, ratio, rate):
 
 def test_by_hand():
     args = TrainingArguments(lr_scheduler_type="linear", learning_rate=1.0, warmup_steps=2)
-    assert [learning_rate_at(args, step, 6) for step in range(6)] == [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
+    assert [learning_rate_at(args, step, 6) for step in range(6)] == [
+        0.0,
+        0.5,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+    ]
     assert learning_rate_at(args, 100, 6) == 0.0

@@ -44,8 +44,17 @@ def test_one_precision_at_a_time():
 @pytest.mark.parametrize(
     "values",
     [
-        *({"per_device_train_batch_size": 0}, {"gradient_accumulation_steps": 0}, {"max_steps": -2}),
-        *({"warmup_ratio": 1.0}, {"warmup_steps": -1}, {"learning_rate": -1e-6}, {"weight_decay": -0.1}),
+        *(
+            {"per_device_train_batch_size": 0},
+            {"gradient_accumulation_steps": 0},
+            {"max_steps": -2},
+        ),
+        *(
+            {"warmup_ratio": 1.0},
+            {"warmup_steps": -1},
+            {"learning_rate": -1e-6},
+            {"weight_decay": -0.1},
+        ),
     ],
 )
 def test_ranges(values):

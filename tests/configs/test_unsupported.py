@@ -23,14 +23,21 @@ VISION = "a vision or audio model; only text models are trained"
     ],
 )
 def test_vision_models_are_known_by_name(name):
-    assert unsupported_parts({"pretrain": name}) == [("pretrain", f'not supported: "{name}" is {VISION}')]
+    assert unsupported_parts({"pretrain": name}) == [
+        ("pretrain", f'not supported: "{name}" is {VISION}')
+    ]
 
 
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen2.5-7B", "/data/vl/qwen3-8b", "evl-7b", "/models/VLA/plain", "some/vlad-1b"]
 )
 def test_text_models_are_left_alone(name):
-    assert unsupported_parts({"pretrain": name, "actor_train": {"model_args": {"model_name_or_path": name}}}) == []
+    assert (
+        unsupported_parts(
+            {"pretrain": name, "actor_train": {"model_args": {"model_name_or_path": name}}}
+        )
+        == []
+    )
 
 
 def test_a_local_folder_is_judged_by_its_config(tmp_path):
@@ -46,16 +53,19 @@ def test_every_model_is_named_once_and_templates_only_without_models():
     values = {
         "pretrain": "a/B-VL-3B",
         "reward_pretrain": "a/B-VL-3B",
-        "reference": {"model_args": {"model_name_or_path": "a/B-VL-3B"}, "data_args": {"template": "qwen2-vl"}},
+        "reference": {
+            "model_args": {"model_name_or_path": "a/B-VL-3B"},
+            "data_args": {"template": "qwen2-vl"},
+        },
     }
     assert [key for key, _ in unsupported_parts(values)] == ["pretrain"]
     assert unsupported_parts({"reference": values["reference"] | {"model_args": {}}}) == [
         ("reference.data_args.template", f'not supported: template "qwen2-vl" is for {VISION}')
     ]
     manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
-    assert [key for key, _ in unsupported_parts({"custom_envs": {"S": {"env_manager_cls": manager}}})] == [
-        "custom_envs.S.env_manager_cls"
-    ]
+    assert [
+        key for key, _ in unsupported_parts({"custom_envs": {"S": {"env_manager_cls": manager}}})
+    ] == ["custom_envs.S.env_manager_cls"]
 
 
 def test_other_pipelines():
@@ -80,7 +90,9 @@ def test_rolls_supervised_file_loads_once_it_is_changed_as_the_message_says(tmp_
     message = str(caught.value)
     assert "`pipeline: sft`" in message and "rename sft_train to actor_train" in message
     assert "prompt_key: not supported: name the column in actor_train.data_args.prompt" in message
-    assert "response_key: not supported: name the column in actor_train.data_args.response" in message
+    assert (
+        "response_key: not supported: name the column in actor_train.data_args.response" in message
+    )
     assert "query_key: not supported: only one column is the prompt" in message
     path.write_text(
         "pipeline: sft\npretrain: x\nsequence_length: 64\nmax_steps: 10\nactor_train:\n"
@@ -92,7 +104,12 @@ def test_rolls_supervised_file_loads_once_it_is_changed_as_the_message_says(tmp_
 
 def test_classes_that_do_not_exist_here_are_named():
     path = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
-    found = unsupported_parts({"rewards": {"a": {"worker_cls": path}, "b": {"worker_cls": "my.own.Worker"}}})
+    found = unsupported_parts(
+        {"rewards": {"a": {"worker_cls": path}, "b": {"worker_cls": "my.own.Worker"}}}
+    )
     assert found == [
-        ("rewards.a.worker_cls", "not supported: DetectionRewardWorker, which judges what a vision model sees")
+        (
+            "rewards.a.worker_cls",
+            "not supported: DetectionRewardWorker, which judges what a vision model sees",
+        )
     ]

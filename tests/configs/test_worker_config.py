@@ -12,7 +12,10 @@ from roll.exceptions import ConfigError
 
 
 def worker(name: str = "hf_train", **values) -> WorkerConfig:
-    return WorkerConfig(strategy_args={"strategy_name": name, "strategy_config": values.pop("options", {})}, **values)
+    return WorkerConfig(
+        strategy_args={"strategy_name": name, "strategy_config": values.pop("options", {})},
+        **values,
+    )
 
 
 def test_defaults_are_rolls():
@@ -62,11 +65,17 @@ def test_without_devices_a_role_has_one_worker_or_as_many_as_it_says():
     ("config", "world_size", "gpus_per_worker"),
     [
         (worker(device_mapping="list(range(0,8))"), 8, 1),
-        (worker("fsdp2_train", device_mapping=[0, 1, 2, 3], num_gpus_per_worker=2), 4, 1),  # training: always one
+        (
+            worker("fsdp2_train", device_mapping=[0, 1, 2, 3], num_gpus_per_worker=2),
+            4,
+            1,
+        ),  # training: always one
         (worker("vllm", device_mapping=[0, 1, 2, 3], options={"tensor_parallel_size": 2}), 2, 2),
         (
             worker(
-                "vllm", device_mapping=[0, 1, 2, 3], options={"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+                "vllm",
+                device_mapping=[0, 1, 2, 3],
+                options={"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
             ),
             1,
             4,
@@ -81,21 +90,25 @@ def test_workers_follow_from_devices(config, world_size, gpus_per_worker):
 
 
 def test_devices_that_do_not_divide_name_the_two_nearest_numbers():
-    with pytest.raises(ConfigError, match=r"expected a multiple of the 2 GPUs of one worker; name 4 or 6 GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"expected a multiple of the 2 GPUs of one worker; name 4 or 6 GPUs"
+    ):
         worker("vllm", device_mapping="list(range(0,5))", options={"tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize("size", [0, -1, 0.5, "two", True])
 def test_parallel_sizes_are_counts(size):
     with pytest.raises(
-        ConfigError, match=r"strategy_config.tensor_parallel_size: found .* a whole number of at least 1"
+        ConfigError,
+        match=r"strategy_config.tensor_parallel_size: found .* a whole number of at least 1",
     ):
         worker("vllm", device_mapping=[0, 1], options={"tensor_parallel_size": size})
 
 
 def test_a_bad_device_mapping_is_told_by_its_key():
     with pytest.raises(
-        ConfigError, match=r'WorkerConfig: device_mapping: found "all" .*, expected a list of GPU numbers'
+        ConfigError,
+        match=r'WorkerConfig: device_mapping: found "all" .*, expected a list of GPU numbers',
     ):
         WorkerConfig(device_mapping="all")
 
@@ -105,15 +118,21 @@ def test_a_bad_device_mapping_is_told_by_its_key():
     [("megatron_train", "fsdp2_train"), ("megatron_infer", "fsdp2_infer"), ("sglang", "vllm")],
 )
 def test_unsupported_strategies_name_the_nearest_one(name, nearest):
-    message = f'strategy_name: the strategy "{name}" is not supported; the nearest one is "{nearest}"'
+    message = (
+        f'strategy_name: the strategy "{name}" is not supported; the nearest one is "{nearest}"'
+    )
     with pytest.raises(ConfigError, match=message):
         StrategyArguments(strategy_name=name)
 
 
 def test_unknown_strategies_list_the_known_ones():
-    with pytest.raises(ConfigError, match=r'expected one of hf_train, .*, vllm; did you mean "fsdp2_train"\?'):
+    with pytest.raises(
+        ConfigError, match=r'expected one of hf_train, .*, vllm; did you mean "fsdp2_train"\?'
+    ):
         StrategyArguments(strategy_name="fsdp_train")
-    assert StrategyArguments() == StrategyArguments(strategy_name="fsdp2_train", strategy_config=None)
+    assert StrategyArguments() == StrategyArguments(
+        strategy_name="fsdp2_train", strategy_config=None
+    )
 
 
 def test_precision_flags_follow_the_dtype():
@@ -130,9 +149,14 @@ def test_worker_cls_is_a_class_or_a_dotted_path():
 
     assert WorkerConfig(worker_cls=Local).worker_cls is Local
     assert WorkerConfig(worker_cls="a.b.C").worker_cls == "a.b.C"
-    assert WorkerConfig(worker_cls=WorkerConfig).to_dict()["worker_cls"] == "roll.configs.worker_config.WorkerConfig"
+    assert (
+        WorkerConfig(worker_cls=WorkerConfig).to_dict()["worker_cls"]
+        == "roll.configs.worker_config.WorkerConfig"
+    )
     for bad in ("C", "a..C", "a.b C", 3):
-        with pytest.raises(ConfigError, match=r"worker_cls: found .* expected a class or its dotted path"):
+        with pytest.raises(
+            ConfigError, match=r"worker_cls: found .* expected a class or its dotted path"
+        ):
             WorkerConfig(worker_cls=bad)
 
 
@@ -146,13 +170,20 @@ def test_environment_variables_are_text():
 def test_dynamic_batching_needs_a_budget():
     for phase in ("train", "infer"):
         with pytest.raises(
-            ConfigError, match=f"max_tokens_per_microbatch_in_{phase}: found .* expected a number of tokens"
+            ConfigError,
+            match=f"max_tokens_per_microbatch_in_{phase}: found .* expected a number of tokens",
         ):
             WorkerConfig(**{f"use_dynamic_batching_in_{phase}": True})
 
 
 def test_overlap_of_generation_with_other_roles():
     infer = WorkerConfig(device_mapping=[2, 3])
-    assert is_actor_infer_overlapping_with_any_cluster(infer, actor_train=WorkerConfig(device_mapping=[3, 4]))
-    assert not is_actor_infer_overlapping_with_any_cluster(infer, reference=WorkerConfig(device_mapping=[0, 1]))
-    assert not is_actor_infer_overlapping_with_any_cluster(WorkerConfig(), critic=WorkerConfig(device_mapping=[0]))
+    assert is_actor_infer_overlapping_with_any_cluster(
+        infer, actor_train=WorkerConfig(device_mapping=[3, 4])
+    )
+    assert not is_actor_infer_overlapping_with_any_cluster(
+        infer, reference=WorkerConfig(device_mapping=[0, 1])
+    )
+    assert not is_actor_infer_overlapping_with_any_cluster(
+        WorkerConfig(), critic=WorkerConfig(device_mapping=[0])
+    )

@@ -15,13 +15,22 @@ from roll.datasets.files import load_table  # noqa: E402
 from roll.exceptions import DataError  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
-ROWS = [{"prompt": f"{i}+1", "turns": [{"role": "user", "content": str(i)}], "score": None} for i in range(3000)]
+ROWS = [
+    {"prompt": f"{i}+1", "turns": [{"role": "user", "content": str(i)}], "score": None}
+    for i in range(3000)
+]
 
 
 def saved_row(i: int) -> dict:
     return {
-        "chosen": [{"role": "user", "content": f"{i}+1?"}, {"role": "assistant", "content": str(i + 1)}],
-        "rejected": [{"role": "user", "content": f"{i}+1?"}, {"role": "assistant", "content": str(i + 2)}],
+        "chosen": [
+            {"role": "user", "content": f"{i}+1?"},
+            {"role": "assistant", "content": str(i + 1)},
+        ],
+        "rejected": [
+            {"role": "user", "content": f"{i}+1?"},
+            {"role": "assistant", "content": str(i + 2)},
+        ],
         "score": i / 2,
     }
 
@@ -79,10 +88,15 @@ def test_incomplete_folders(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     shutil.copytree(DATA / "saved_dataset", folder)
     (folder / "data-00001-of-00002.arrow").unlink()
-    assert "state.json names data-00001-of-00002.arrow, which is not there. The folder" in message_of(folder)
+    assert (
+        "state.json names data-00001-of-00002.arrow, which is not there. The folder"
+        in message_of(folder)
+    )
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
     assert "names no data files" in message_of(folder)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [], "_indices_data_files": [{"filename": "x"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [], "_indices_data_files": [{"filename": "x"}]})
+    )
     assert "flatten_indices()" in message_of(folder)
     (folder / "state.json").write_text("{")
     assert "state.json is not valid JSON" in message_of(folder)
@@ -98,4 +112,6 @@ def test_files_that_are_something_else(tmp_path: Path, name: str) -> None:
 
 def test_file_without_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    assert message_of(tmp_path / "none.parquet") == f"{tmp_path}/none.parquet is empty: it has no rows"
+    assert (
+        message_of(tmp_path / "none.parquet") == f"{tmp_path}/none.parquet is empty: it has no rows"
+    )

@@ -11,7 +11,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from roll.datasets import chat_template
-from roll.datasets.chat_template import chat_templates, get_chat_template, register_chat_template, tokenize_rendered
+from roll.datasets.chat_template import (
+    chat_templates,
+    get_chat_template,
+    register_chat_template,
+    tokenize_rendered,
+)
 from roll.exceptions import ConfigError, DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -30,7 +35,16 @@ FORGETFUL = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.rol
 
 
 def test_the_names_of_roll_are_there() -> None:
-    names = {"native", "qwen2_5", "qwen3", "chatml", "base", "empty", "longCOT_qwen2.5", "longcot_V3"}
+    names = {
+        "native",
+        "qwen2_5",
+        "qwen3",
+        "chatml",
+        "base",
+        "empty",
+        "longCOT_qwen2.5",
+        "longcot_V3",
+    }
     assert names <= set(chat_templates)
 
 
@@ -39,7 +53,10 @@ def test_chatml_tokenizer(name: str) -> None:
     template = get_chat_template(name, bpe_tokenizer())
     assert template([USER]) == USER_CHATML + HEADER
     assert template([USER], add_generation_prompt=False) == USER_CHATML
-    assert template([USER, ANSWER], add_generation_prompt=False) == USER_CHATML + HEADER + "yo<|im_end|>\n"
+    assert (
+        template([USER, ANSWER], add_generation_prompt=False)
+        == USER_CHATML + HEADER + "yo<|im_end|>\n"
+    )
 
 
 def test_native_is_the_tokenizers_own_and_chatml_is_not() -> None:
@@ -49,7 +66,9 @@ def test_native_is_the_tokenizers_own_and_chatml_is_not() -> None:
 
 
 def test_options_reach_the_template() -> None:
-    tokenizer = bpe_tokenizer(chat_template="{{ messages[0].content }}{{ enable_thinking }}{{ tools }}")
+    tokenizer = bpe_tokenizer(
+        chat_template="{{ messages[0].content }}{{ enable_thinking }}{{ tools }}"
+    )
     assert get_chat_template("qwen3", tokenizer)([USER]) == "hiTrueNone"
     assert get_chat_template("qwen3", tokenizer)([USER], enable_thinking=False) == "hiFalseNone"
     assert get_chat_template("native", tokenizer)([USER], enable_thinking=1) == "hi1None"
@@ -73,13 +92,17 @@ def test_base_begins_as_the_tokenizer_would() -> None:
 def test_base_without_an_end_token() -> None:
     tokenizer = bpe_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match="ends an answer with the tokenizer's end token, and this one has none"):
+    with pytest.raises(
+        ConfigError, match="ends an answer with the tokenizer's end token, and this one has none"
+    ):
         get_chat_template("base", tokenizer)([USER, ANSWER])
 
 
 @pytest.mark.parametrize("conversation", [[SYSTEM, USER], [ANSWER], [USER, ANSWER, USER]])
 def test_base_takes_one_question(conversation: list[dict[str, Any]]) -> None:
-    with pytest.raises(DataError, match=r"'base' takes one user message and its answer, found the roles \w+"):
+    with pytest.raises(
+        DataError, match=r"'base' takes one user message and its answer, found the roles \w+"
+    ):
         get_chat_template("base", bpe_tokenizer())(conversation)
 
 
@@ -88,7 +111,9 @@ def test_long_thought_adds_a_system_text_and_a_hint_and_leaves_the_messages_alon
     conversation = [copy.deepcopy(USER)]
     text = template(conversation)
     assert text.startswith(f"<|im_start|>system\n{chat_template.LONG_THOUGHT_SYSTEM}<|im_end|>\n")
-    assert text.endswith("<|im_start|>user\nPut the final answer in \\boxed{}. hi<|im_end|>\n<|im_start|>assistant\n")
+    assert text.endswith(
+        "<|im_start|>user\nPut the final answer in \\boxed{}. hi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert conversation == [USER]
     assert template(conversation) == text
     assert chat_template.LONG_THOUGHT_SYSTEM not in template([SYSTEM, USER])
@@ -102,7 +127,8 @@ def test_open_thought_only_where_the_model_goes_on() -> None:
 
 def test_unknown_name() -> None:
     with pytest.raises(
-        ValueError, match=r"no chat template 'chat_ml'; did you mean 'chatml'\? Known are: base, chatml, "
+        ValueError,
+        match=r"no chat template 'chat_ml'; did you mean 'chatml'\? Known are: base, chatml, ",
     ):
         get_chat_template("chat_ml", bpe_tokenizer())
     with pytest.raises(ConfigError, match=r"no chat template 'zzz'\. Known are"):
@@ -110,9 +136,15 @@ def test_unknown_name() -> None:
 
 
 def test_a_tokenizer_without_a_template() -> None:
-    with pytest.raises(ConfigError, match=r"has no chat template of its own.* Set the template to chatml, or to base"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no chat template of its own.* Set the template to chatml, or to base",
+    ):
         get_chat_template("native", bpe_tokenizer(chat_template=None))([USER])
-    assert get_chat_template("chatml", bpe_tokenizer(chat_template=None))([USER]) == USER_CHATML + HEADER
+    assert (
+        get_chat_template("chatml", bpe_tokenizer(chat_template=None))([USER])
+        == USER_CHATML + HEADER
+    )
 
 
 def test_a_template_that_refuses_a_role() -> None:
@@ -127,7 +159,8 @@ def test_a_template_that_leaves_a_role_out() -> None:
     template = get_chat_template("native", bpe_tokenizer(chat_template=FORGETFUL))
     assert template([USER, ANSWER, USER]) == "[user]hi[assistant]yo[user]hi"
     with pytest.raises(
-        DataError, match=r"'native' leaves out message 2, whose role is 'tool' \(the roles are user, tool\)"
+        DataError,
+        match=r"'native' leaves out message 2, whose role is 'tool' \(the roles are user, tool\)",
     ):
         template([USER, TOOL])
 

@@ -31,7 +31,9 @@ def tokenizer() -> Any:
     return tokenizer
 
 
-def pair(chosen: list[int], rejected: list[int], chosen_prompt: int, reject_prompt: int) -> dict[str, Any]:
+def pair(
+    chosen: list[int], rejected: list[int], chosen_prompt: int, reject_prompt: int
+) -> dict[str, Any]:
     return {
         "chosen_ids": chosen,
         "reject_ids": np.array(rejected, dtype=np.int32),
@@ -53,8 +55,18 @@ def test_pairs_are_interleaved_and_padded_to_the_longest_row(tokenizer: Any) -> 
         [21, 22, 23, PAD_ID, PAD_ID],
         [21, 22, 24, 25, PAD_ID],
     ]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 2, 2], [0, 1, 2, 2, 2], [0, 1, 2, 3, 3]]
+    assert batch["attention_mask"].tolist() == [
+        [1, 1, 1, 1, 1],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+    ]
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 2, 2],
+        [0, 1, 2, 2, 2],
+        [0, 1, 2, 3, 3],
+    ]
     assert batch["prompt_id_lens"].tolist() == [2, 1, 2, 2]
 
 
@@ -71,7 +83,12 @@ def test_pairs_are_interleaved_and_padded_to_the_longest_row(tokenizer: Any) -> 
 )
 def test_widths(tokenizer: Any, options: dict[str, Any], width: int) -> None:
     batch = DataCollatorWithPaddingForDPO(tokenizer, **options)(PAIRS)
-    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["position_ids"].shape == (4, width)
+    assert (
+        batch["input_ids"].shape
+        == batch["attention_mask"].shape
+        == batch["position_ids"].shape
+        == (4, width)
+    )
     assert batch["attention_mask"].sum(-1).tolist() == [5, 3, 3, 4]
 
 
@@ -93,9 +110,14 @@ def test_pairs_that_cannot_be_trained_on_are_named(tokenizer: Any) -> None:
     expected = r"pair 1 of the batch: the rejected side has no answer tokens \(2 tokens, of which 2 are the prompt\)"
     with pytest.raises(ValueError, match=expected):
         collator([PAIRS[0], pair([1, 2, 3], [1, 2], 2, 2)])
-    with pytest.raises(ValueError, match="pair 0 of the batch: the chosen side has no prompt tokens"):
+    with pytest.raises(
+        ValueError, match="pair 0 of the batch: the chosen side has no prompt tokens"
+    ):
         collator([pair([1, 2, 3], [1, 2], 0, 1)])
-    with pytest.raises(ValueError, match="pair 0 of the batch: the chosen side has 6 tokens, more than max_length=5"):
+    with pytest.raises(
+        ValueError,
+        match="pair 0 of the batch: the chosen side has 6 tokens, more than max_length=5",
+    ):
         collator([pair([1, 2, 3, 4, 5, 6], [1, 2], 1, 1)])
     with pytest.raises(ValueError, match="at least one pair"):
         collator([])
@@ -129,11 +151,16 @@ def test_a_tokenizer_without_a_pad_token() -> None:
     )
 )
 def test_no_token_is_lost_or_moved(rows: list[tuple[str, str]]) -> None:
-    table = RowsTable("t", [{"prompt": "x" + prompt, "chosen": text, "rejected": text + "!"} for prompt, text in rows])
+    table = RowsTable(
+        "t",
+        [{"prompt": "x" + prompt, "chosen": text, "rejected": text + "!"} for prompt, text in rows],
+    )
     dataset = encode_preferences(table, TOKENIZER, max_length=64, template="base")
     batch = DataCollatorWithPaddingForDPO(TOKENIZER)(list(dataset))
     assert batch["input_ids"].shape == (2 * len(rows), max(dataset.lengths))
-    for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
+    for row, (ids, mask) in enumerate(
+        zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ):
         expected = dataset[row // 2]["reject_ids" if row % 2 else "chosen_ids"]
         assert ids[mask.bool()].tolist() == expected.tolist()
         assert mask.tolist() == sorted(mask.tolist(), reverse=True)
@@ -155,7 +182,10 @@ def test_prompts_are_padded_on_the_left(tokenizer: Any) -> None:
 
 
 def test_given_masks_are_kept_and_widths_can_be_fixed(tokenizer: Any) -> None:
-    features = [{"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}, {"input_ids": [8], "attention_mask": [1]}]
+    features = [
+        {"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]},
+        {"input_ids": [8], "attention_mask": [1]},
+    ]
     collator = DataCollatorWithPaddingForPaddedKeys(tokenizer, padding="max_length", max_length=4)
     batch = collator(features)
     assert batch["attention_mask"].tolist() == [[0, 0, 1, 1], [0, 0, 0, 1]]
@@ -166,9 +196,13 @@ def test_given_masks_are_kept_and_widths_can_be_fixed(tokenizer: Any) -> None:
 
 def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
     collator = DataCollatorWithPaddingForPaddedKeys(tokenizer, max_length=2)
-    with pytest.raises(ValueError, match="example 1 of the batch has 3 tokens, more than max_length=2"):
+    with pytest.raises(
+        ValueError, match="example 1 of the batch has 3 tokens, more than max_length=2"
+    ):
         collator([{"input_ids": [1]}, {"input_ids": [1, 2, 3]}])
-    with pytest.raises(ValueError, match="example 0 of the batch: labels has 1 values and input_ids has 2 tokens"):
+    with pytest.raises(
+        ValueError, match="example 0 of the batch: labels has 1 values and input_ids has 2 tokens"
+    ):
         collator([{"input_ids": [1, 2], "labels": [3]}])
     with pytest.raises(ValueError, match="at least one example"):
         collator([])
@@ -176,7 +210,10 @@ def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
 
 def test_columns_of_examples() -> None:
     columns = collate_fn_to_dict_list(
-        [{"x": torch.tensor([[1, 2]]), "y": [1, 2], "z": None}, {"x": torch.tensor([[3, 4]]), "y": [3, 4], "z": "b"}]
+        [
+            {"x": torch.tensor([[1, 2]]), "y": [1, 2], "z": None},
+            {"x": torch.tensor([[3, 4]]), "y": [3, 4], "z": "b"},
+        ]
     )
     assert columns["x"].tolist() == [[1, 2], [3, 4]]
     assert columns["y"].shape == (2,) and columns["y"][1] == [3, 4]
@@ -194,9 +231,15 @@ def test_a_tokenizer_needs_no_more_than_a_pad_token() -> None:
     class Bare:
         pad_token_id = 7
 
-    features = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor(1)}, {"input_ids": [3], "labels": 0}]
+    features = [
+        {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor(1)},
+        {"input_ids": [3], "labels": 0},
+    ]
     batch = DataCollatorWithPaddingForPaddedKeys(Bare())(features)  # pyrefly: ignore[bad-argument-type]
     assert batch["input_ids"].tolist() == [[1, 2], [7, 3]]
     assert batch["labels"].tolist() == [1, 0]  # of a classifier: one a row
     pair = {"chosen_ids": [1, 2], "reject_ids": [1, 2, 3], "prompt_ids_lens": 1}
-    assert DataCollatorWithPaddingForDPO(Bare())([pair])["input_ids"].tolist() == [[1, 2, 7], [1, 2, 3]]  # pyrefly: ignore[bad-argument-type]
+    assert DataCollatorWithPaddingForDPO(Bare())([pair])["input_ids"].tolist() == [
+        [1, 2, 7],
+        [1, 2, 3],
+    ]  # pyrefly: ignore[bad-argument-type]

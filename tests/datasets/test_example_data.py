@@ -17,7 +17,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "dpo" / "make_data.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def test_the_pairs_are_right_and_separate(tmp_path: Path) -> None:
@@ -27,12 +29,17 @@ def test_the_pairs_are_right_and_separate(tmp_path: Path) -> None:
         f"{tmp_path}/data/train.jsonl: 1200 pairs",
         f"{tmp_path}/data/validation.jsonl: 200 pairs",
     ]
-    rows = [[json.loads(line) for line in (tmp_path / "data" / f"{n}.jsonl").open()] for n in ("train", "validation")]
+    rows = [
+        [json.loads(line) for line in (tmp_path / "data" / f"{n}.jsonl").open()]
+        for n in ("train", "validation")
+    ]
     questions = [{row["instruction"] for row in part} for part in rows]
     assert [len(part) for part in questions] == [1200, 200]
     assert not questions[0] & questions[1]
     for row in rows[0] + rows[1]:
-        match = re.fullmatch(r"Which is the (largest|smallest): (\d), (\d) or (\d)\?", row["instruction"])
+        match = re.fullmatch(
+            r"Which is the (largest|smallest): (\d), (\d) or (\d)\?", row["instruction"]
+        )
         assert match is not None
         digits = match.groups()[1:]
         assert row["chosen"] == (max if match[1] == "largest" else min)(digits)
@@ -40,13 +47,20 @@ def test_the_pairs_are_right_and_separate(tmp_path: Path) -> None:
     larger_chosen = sum(row["chosen"] > row["rejected"] for row in rows[1])
     assert 70 < larger_chosen < 130  # preferring large digits does not help
 
-    dataset = encode_preferences(load_table(tmp_path / "data" / "train.jsonl"), tiny_tokenizer(), max_length=128)
+    dataset = encode_preferences(
+        load_table(tmp_path / "data" / "train.jsonl"), tiny_tokenizer(), max_length=128
+    )
     assert (dataset.summary.kept, dataset.summary.num_dropped) == (1200, 0)
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        assert run(str(tmp_path / name), "--seed", seed, "--train", "50", "--validation", "10").returncode == 0
+        assert (
+            run(
+                str(tmp_path / name), "--seed", seed, "--train", "50", "--validation", "10"
+            ).returncode
+            == 0
+        )
     texts = [(tmp_path / name / "train.jsonl").read_text() for name in "abc"]
     assert texts[0] == texts[1] != texts[2]
 

@@ -12,7 +12,11 @@ from roll.exceptions import ConfigError, DataError
 CHATS = [
     [{"role": "user", "content": "2 + 2?"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ],
 ]
 
 

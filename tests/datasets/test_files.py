@@ -16,13 +16,20 @@ from roll.datasets.files import load_table
 from roll.exceptions import DataError, MissingDependencyError, install_hint
 
 ROWS = [
-    {"prompt": "2+2", "chosen": "4", "rejected": "5", "turns": [{"role": "user", "content": "hé\u2028"}]},
+    {
+        "prompt": "2+2",
+        "chosen": "4",
+        "rejected": "5",
+        "turns": [{"role": "user", "content": "hé\u2028"}],
+    },
     {"prompt": "1+1", "chosen": "2", "rejected": "3", "turns": []},
 ]
 
 
 def write_jsonl(path: Path, rows: list[dict] = ROWS) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -81,7 +88,10 @@ def test_json_forms(tmp_path: Path, text: str) -> None:
 
 
 def test_a_json_object_can_be_a_single_row(tmp_path: Path) -> None:
-    row = {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}
+    row = {
+        "chosen": [{"role": "user", "content": "a"}],
+        "rejected": [{"role": "user", "content": "b"}],
+    }
     (tmp_path / "one.json").write_text(json.dumps(row))
     assert list(load_table(tmp_path / "one.json")) == [row]
 
@@ -91,7 +101,9 @@ def test_csv_cells_are_text_and_places_are_lines(tmp_path: Path) -> None:
     long_answer = "x" * 200_000
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerows([["prompt", "chosen"], ["two\nlines, quoted", "007"], ["next", long_answer]])
+        writer.writerows(
+            [["prompt", "chosen"], ["two\nlines, quoted", "007"], ["next", long_answer]]
+        )
     limit = csv.field_size_limit(1000)
     table = load_table(path)
     assert csv.field_size_limit(limit) == 1000  # the caller's limit was put back
@@ -125,7 +137,11 @@ def test_several_files_in_the_given_order(tmp_path: Path) -> None:
 def test_patterns_are_sorted(tmp_path: Path) -> None:
     for name in ("part-2", "part-0", "part-1"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"name": name}])
-    assert [row["name"] for row in load_table(f"{tmp_path}/part-*.jsonl")] == ["part-0", "part-1", "part-2"]
+    assert [row["name"] for row in load_table(f"{tmp_path}/part-*.jsonl")] == [
+        "part-0",
+        "part-1",
+        "part-2",
+    ]
     assert "no file matches" in message_of(f"{tmp_path}/other-*.jsonl")
 
 
@@ -155,7 +171,11 @@ def test_a_folder_with_several_splits_has_to_be_named_more_closely(tmp_path: Pat
     write_jsonl(tmp_path / "train-1.jsonl", [{"a": 2}])
     write_jsonl(tmp_path / "test.jsonl", [{"a": 3}])
     message = message_of(tmp_path)
-    assert "several splits" in message and f"{tmp_path}/train*" in message and f"{tmp_path}/test*" in message
+    assert (
+        "several splits" in message
+        and f"{tmp_path}/train*" in message
+        and f"{tmp_path}/test*" in message
+    )
     assert [row["a"] for row in load_table(f"{tmp_path}/train*")] == [1, 2]
 
 
@@ -171,7 +191,9 @@ def test_no_such_file_lists_the_folder(tmp_path: Path) -> None:
     assert f"Did you mean {tmp_path}/pairs.jsonl?" in message
 
 
-def test_no_such_folder_names_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_such_folder_names_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     message = message_of("some-organisation/some-dataset")
     assert "The current folder is empty." in message
@@ -239,7 +261,9 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
 def test_broken_csv_is_named(tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text('prompt,chosen\n"two\nlines",b\n1,2,3\n')
-    assert message_of(path).startswith(f"{path}:4: has 3 cells, the header names 2 columns (prompt, chosen)")
+    assert message_of(path).startswith(
+        f"{path}:4: has 3 cells, the header names 2 columns (prompt, chosen)"
+    )
     path.write_text("a,a\n1,2\n")
     assert message_of(path) == f"{path}:1: the header names a column twice: a"
     path.write_text('a,b\n"1" 2,3\n')
@@ -255,7 +279,9 @@ def test_required_columns_list_what_there_is(tmp_path: Path) -> None:
     assert str(error.value) == expected + "Set the keys."
 
 
-def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "roll.datasets.arrow_files", raising=False)
     monkeypatch.delattr(roll.datasets, "arrow_files", raising=False)

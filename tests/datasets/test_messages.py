@@ -20,7 +20,12 @@ USER = {"role": "user", "content": "hi"}
         f"  {json.dumps([USER])}\n",
         [{"from": "human", "value": "hi"}],
         json.dumps([{"from": "human", "value": "hi"}]),
-        [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+            }
+        ],
         [{"role": "user", "content": "hi", "tool_calls": None, "name": None}],
     ],
 )
@@ -37,11 +42,14 @@ def test_sharegpt_roles() -> None:
 
 def test_other_keys_are_kept_and_a_tool_call_needs_no_content() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    assert parse_messages([message]) == [{"role": "assistant", "tool_calls": [{"name": "f"}], "content": ""}]
+    assert parse_messages([message]) == [
+        {"role": "assistant", "tool_calls": [{"name": "f"}], "content": ""}
+    ]
 
 
 @pytest.mark.parametrize(
-    "value", [None, "hi", "", "[1, 2]", "[not json]", '["a"]', '{"role": "user", "content": "x"}', "[]"]
+    "value",
+    [None, "hi", "", "[1, 2]", "[not json]", '["a"]', '{"role": "user", "content": "x"}', "[]"],
 )
 def test_plain_text_is_not_a_conversation(value: object) -> None:
     assert parse_messages(value) is None
@@ -55,9 +63,18 @@ def test_plain_text_is_not_a_conversation(value: object) -> None:
         (["hi"], "message 1 is not an object with role and content but a str: 'hi'"),
         ([USER, {"content": "x"}], "message 2 has no role; its keys are: content"),
         ([{}], "message 1 has no role; its keys are: none"),
-        ([USER, {"role": "assistant"}], r"message 2 \(role assistant\) has nothing as content, expected text"),
-        ([{"role": "user", "content": 7}], r"message 1 \(role user\) has a int: 7 as content, expected text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "message 1 has a content part that is not text: a dict"),
+        (
+            [USER, {"role": "assistant"}],
+            r"message 2 \(role assistant\) has nothing as content, expected text",
+        ),
+        (
+            [{"role": "user", "content": 7}],
+            r"message 1 \(role user\) has a int: 7 as content, expected text",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "message 1 has a content part that is not text: a dict",
+        ),
     ],
 )
 def test_what_is_not_a_conversation(value: object, reason: str) -> None:

@@ -35,17 +35,32 @@ def answer(text: str) -> dict[str, Any]:
 
 
 def encode(
-    *rows: dict[str, Any], tokenizer: PreTrainedTokenizerBase = TOKENIZER, max_length: int = 512, **options: Any
+    *rows: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
+    max_length: int = 512,
+    **options: Any,
 ) -> PreferenceDataset:
-    return encode_preferences(RowsTable("pairs.jsonl", rows), tokenizer, max_length=max_length, **options)
+    return encode_preferences(
+        RowsTable("pairs.jsonl", rows), tokenizer, max_length=max_length, **options
+    )
 
 
-def trained(dataset: PreferenceDataset, index: int, side: str, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> str:
+def trained(
+    dataset: PreferenceDataset,
+    index: int,
+    side: str,
+    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
+) -> str:
     pair: Any = dataset[index]
     return tokenizer.decode(pair[f"{side}_ids"][pair[f"{side}_prompt_len"] :])
 
 
-def untrained(dataset: PreferenceDataset, index: int, side: str, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> str:
+def untrained(
+    dataset: PreferenceDataset,
+    index: int,
+    side: str,
+    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
+) -> str:
     pair: Any = dataset[index]
     return tokenizer.decode(pair[f"{side}_ids"][: pair[f"{side}_prompt_len"]])
 
@@ -94,11 +109,17 @@ def test_a_beginning_of_text_token_comes_once() -> None:
     with_bos = "{{ bos_token }}" + str(TOKENIZER.chat_template)
     tokenizer = bpe_tokenizer(adds_bos=True, chat_template=with_bos)
     for template in ("native", "base"):
-        ids = encode(row("2+2?", "4", "5"), tokenizer=tokenizer, template=template)[0]["chosen_ids"].tolist()
+        ids = encode(row("2+2?", "4", "5"), tokenizer=tokenizer, template=template)[0][
+            "chosen_ids"
+        ].tolist()
         assert ids.count(tokenizer.bos_token_id) == 1
         assert ids[0] == tokenizer.bos_token_id
-        assert tokenizer.decode(ids).startswith(BOS + ("2+2?" if template == "base" else "<|im_start|>"))
-    ids = encode(row("2+2?", "4", "5"), tokenizer=tokenizer, template="chatml")[0]["chosen_ids"].tolist()
+        assert tokenizer.decode(ids).startswith(
+            BOS + ("2+2?" if template == "base" else "<|im_start|>")
+        )
+    ids = encode(row("2+2?", "4", "5"), tokenizer=tokenizer, template="chatml")[0][
+        "chosen_ids"
+    ].tolist()
     assert tokenizer.bos_token_id not in ids
 
 
@@ -128,7 +149,10 @@ def test_an_empty_thought_is_trained_unless_the_header_has_it() -> None:
     assert untrained(dataset, 0, "chosen") == head
     assert trained(dataset, 0, "chosen") == f"{thought}4<|im_end|>\n"
     dataset = encode(
-        row("2+2?", "4", "5"), tokenizer=tokenizer, template="qwen3", template_options={"enable_thinking": False}
+        row("2+2?", "4", "5"),
+        tokenizer=tokenizer,
+        template="qwen3",
+        template_options={"enable_thinking": False},
     )
     assert untrained(dataset, 0, "chosen") == head + thought
     assert trained(dataset, 0, "chosen") == "4<|im_end|>\n"
@@ -136,7 +160,9 @@ def test_an_empty_thought_is_trained_unless_the_header_has_it() -> None:
 
 def test_conversations_and_system_texts() -> None:
     turns = [user("a"), answer("b"), user("c")]
-    dataset = encode({"chosen": [*turns, answer("X")], "rejected": [*turns, answer("Y")], "system": "S"})
+    dataset = encode(
+        {"chosen": [*turns, answer("X")], "rejected": [*turns, answer("Y")], "system": "S"}
+    )
     assert untrained(dataset, 0, "chosen") == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
@@ -149,7 +175,9 @@ def test_bare_texts_with_base() -> None:
     dataset = encode(rows, template="base")
     assert untrained(dataset, 0, "chosen") == "Q: 2+2? A:"
     assert trained(dataset, 0, "chosen") == f" four{EOS}"
-    with pytest.raises(DataError, match=r"pairs.jsonl, row 1: is not a pair: .* set the template to base"):
+    with pytest.raises(
+        DataError, match=r"pairs.jsonl, row 1: is not a pair: .* set the template to base"
+    ):
         encode(rows, template="native")
 
 
@@ -158,7 +186,9 @@ texts = st.text(st.sampled_from("ad1045 =?\nÄ"), min_size=1, max_size=8)
 
 @settings(max_examples=50, deadline=None)
 @given(prompt=texts, chosen=texts, rejected=texts, template=st.sampled_from(["chatml", "base"]))
-def test_the_mask_covers_the_answer_exactly(prompt: str, chosen: str, rejected: str, template: str) -> None:
+def test_the_mask_covers_the_answer_exactly(
+    prompt: str, chosen: str, rejected: str, template: str
+) -> None:
     try:
         dataset = encode(row(prompt, chosen, rejected), template=template)
     except DataError as error:
@@ -170,7 +200,11 @@ def test_the_mask_covers_the_answer_exactly(prompt: str, chosen: str, rejected: 
             or (template == "base" and "empty prompt" in str(error))
         )
         return
-    head = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" if template == "chatml" else prompt
+    head = (
+        f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        if template == "chatml"
+        else prompt
+    )
     end = "<|im_end|>\n" if template == "chatml" else EOS
     for side, text in (("chosen", chosen), ("reject", rejected)):
         pair: Any = dataset[0]
@@ -193,7 +227,9 @@ def test_the_mask_covers_the_answer_exactly(prompt: str, chosen: str, rejected: 
     prompt=st.text("abc 12?", min_size=1).filter(str.strip),
     answers=st.sets(st.text("abc 12\n", min_size=1), min_size=2, max_size=2),
 )
-def test_without_merges_the_mask_is_the_answer_to_the_letter(prompt: str, answers: set[str]) -> None:
+def test_without_merges_the_mask_is_the_answer_to_the_letter(
+    prompt: str, answers: set[str]
+) -> None:
     tokenizer = tiny_tokenizer()
     chosen, rejected = sorted(answers)
     if not chosen.strip() or not rejected.strip() or chosen.strip() == rejected.strip():
@@ -201,7 +237,9 @@ def test_without_merges_the_mask_is_the_answer_to_the_letter(prompt: str, answer
     dataset = encode(row(prompt, chosen, rejected), tokenizer=tokenizer)
     for side, text in (("chosen", chosen), ("reject", rejected)):
         assert trained(dataset, 0, side, tokenizer) == text + "<|im_end|>\n"
-        assert untrained(dataset, 0, side, tokenizer).endswith(f"{prompt}<|im_end|>\n<|im_start|>assistant\n")
+        assert untrained(dataset, 0, side, tokenizer).endswith(
+            f"{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        )
 
 
 # --- what is left out ------------------------------------------------------------------------------------------------
@@ -229,11 +267,17 @@ def test_rows_are_counted_by_reason() -> None:
         "too_long": 1,
         "several_turns": 1,
     }
-    assert (dataset.summary.rows_read, dataset.summary.kept, dataset.summary.num_dropped) == (8, 2, 6)
+    assert (dataset.summary.rows_read, dataset.summary.kept, dataset.summary.num_dropped) == (
+        8,
+        2,
+        6,
+    )
     assert len(dataset) == 2
     assert dataset.origins.tolist() == [0, 7]
     assert dataset.summary.dropped["empty_answer"].first == "pairs.jsonl, row 3"
-    assert "1 with a side longer than 512 tokens (first: pairs.jsonl, row 6)" in str(dataset.summary)
+    assert "1 with a side longer than 512 tokens (first: pairs.jsonl, row 6)" in str(
+        dataset.summary
+    )
     assert "2 with an empty answer" in str(dataset.summary)
     json.dumps(dataset.summary.to_dict())
 
@@ -311,7 +355,9 @@ def test_truncating_the_answer() -> None:
 
 def test_answers_that_are_equal_once_truncated_are_left_out() -> None:
     with pytest.raises(DataError, match="1 whose two answers are equal"):
-        encode(row("abcd", "xyzA", "xyzB"), template="base", max_length=6, overlong="truncate_answer")
+        encode(
+            row("abcd", "xyzA", "xyzB"), template="base", max_length=6, overlong="truncate_answer"
+        )
 
 
 def test_truncating_the_prompt_cuts_both_sides_alike() -> None:
@@ -326,7 +372,9 @@ def test_truncating_the_prompt_cuts_both_sides_alike() -> None:
 
 def test_truncating_the_prompt_keeps_the_beginning_of_text_token() -> None:
     tokenizer = bpe_tokenizer(adds_bos=True)
-    dataset = encode(LONG, tokenizer=tokenizer, template="base", max_length=9, overlong="truncate_prompt")
+    dataset = encode(
+        LONG, tokenizer=tokenizer, template="base", max_length=9, overlong="truncate_prompt"
+    )
     assert ids_as_text(dataset, "chosen") == f"{BOS}cdvwxyz{EOS}"
     assert dataset.prompt_lens.tolist() == [3, 3]
     # A prompt of which only that token is left is none.
@@ -346,7 +394,9 @@ def test_no_row_is_too_long_and_none_is_without_prompt_or_answer(
     prompt: str, chosen: str, rejected: str, max_length: int, overlong: str
 ) -> None:
     try:
-        dataset = encode(row(prompt, chosen, rejected), template="base", max_length=max_length, overlong=overlong)
+        dataset = encode(
+            row(prompt, chosen, rejected), template="base", max_length=max_length, overlong=overlong
+        )
     except DataError:
         return
     for ids, prompt_len in (
@@ -361,7 +411,8 @@ def test_no_row_is_too_long_and_none_is_without_prompt_or_answer(
 
 def test_options_that_are_not_known() -> None:
     with pytest.raises(
-        ConfigError, match="overlong='cut' is not known; use one of drop, truncate_answer, truncate_prompt"
+        ConfigError,
+        match="overlong='cut' is not known; use one of drop, truncate_answer, truncate_prompt",
     ):
         encode(LONG, overlong="cut")
     with pytest.raises(ConfigError, match="max_length=1 leaves no room"):
@@ -379,7 +430,8 @@ def test_a_template_that_cannot_render_names_the_row(tmp_path: Path) -> None:
     rows = [row("Q", "A", "B"), row("Q", "A", "B", system="S")]
     path.write_text("\n".join(json.dumps(r) for r in rows))
     with pytest.raises(
-        DataError, match=r"pairs.jsonl:2: chat template 'native' cannot render .* roles system, user: No system"
+        DataError,
+        match=r"pairs.jsonl:2: chat template 'native' cannot render .* roles system, user: No system",
     ):
         encode_preferences(load_table(path), bpe_tokenizer(chat_template=refusing), max_length=64)
 
@@ -387,8 +439,13 @@ def test_a_template_that_cannot_render_names_the_row(tmp_path: Path) -> None:
 def test_each_file_has_its_own_layout() -> None:
     table = JoinedTable(
         [
-            RowsTable("a.jsonl", [{"instruction": "Q", "input": "R", "chosen": "A", "rejected": "B"}]),
-            RowsTable("b.jsonl", [{"chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]}]),
+            RowsTable(
+                "a.jsonl", [{"instruction": "Q", "input": "R", "chosen": "A", "rejected": "B"}]
+            ),
+            RowsTable(
+                "b.jsonl",
+                [{"chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]}],
+            ),
         ]
     )
     dataset = encode_preferences(table, TOKENIZER, max_length=64)
@@ -396,7 +453,9 @@ def test_each_file_has_its_own_layout() -> None:
     assert untrained(dataset, 1, "chosen").startswith("<|im_start|>user\nQ<|im_end|>")
     assert dataset.origins.tolist() == [0, 1]
     broken = JoinedTable([*table.parts, RowsTable("c.jsonl", [{"prompt": "Q"}])])
-    with pytest.raises(DataError, match=r"c.jsonl has no columns chosen, rejected; its columns are: prompt"):
+    with pytest.raises(
+        DataError, match=r"c.jsonl has no columns chosen, rejected; its columns are: prompt"
+    ):
         encode_preferences(broken, TOKENIZER, max_length=64)
 
 
@@ -407,7 +466,11 @@ def test_the_same_rows_give_the_same_tokens_in_any_number() -> None:
     assert len(dataset) == 600
     assert dataset.fingerprint() == again.fingerprint()
     single = encode(rows[599])
-    assert dataset[599]["chosen_ids"].tolist() == single[0]["chosen_ids"].tolist() == dataset[-1]["chosen_ids"].tolist()
+    assert (
+        dataset[599]["chosen_ids"].tolist()
+        == single[0]["chosen_ids"].tolist()
+        == dataset[-1]["chosen_ids"].tolist()
+    )
     with pytest.raises(IndexError):
         dataset[600]
 

@@ -52,8 +52,16 @@ SIMPLE = PreferenceRow([user("Q")], [answer("A")], [answer("B")])
         {"prompt": "Q", "chosen": answer("A"), "rejected": answer("B")},
         {"prompt": [user("Q")], "chosen": [answer("A")], "rejected": [answer("B")]},
         {"chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]},
-        {"prompt": "  q. ", "chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]},
-        {"prompt": [user("Q")], "chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]},
+        {
+            "prompt": "  q. ",
+            "chosen": [user("Q"), answer("A")],
+            "rejected": [user("Q"), answer("B")],
+        },
+        {
+            "prompt": [user("Q")],
+            "chosen": [user("Q"), answer("A")],
+            "rejected": [user("Q"), answer("B")],
+        },
         {"prompt": None, "chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]},
         {"prompt": '[{"role": "user", "content": "Q"}]', "chosen": "A", "rejected": "B"},
         {"prompt": "Q", "system": "", "chosen": "A", "rejected": "B"},
@@ -76,9 +84,14 @@ def test_input_is_appended_to_the_instruction() -> None:
 def test_system_column() -> None:
     row = {"prompt": "Q", "system": "S", "chosen": "A", "rejected": "B"}
     assert parse(row).prompt == [system("S"), user("Q")]
-    conversations = {"chosen": [system("S"), user("Q"), answer("A")], "rejected": [system("S"), user("Q"), answer("B")]}
+    conversations = {
+        "chosen": [system("S"), user("Q"), answer("A")],
+        "rejected": [system("S"), user("Q"), answer("B")],
+    }
     assert parse({**conversations, "system": "S"}).prompt == [system("S"), user("Q")]
-    with pytest.raises(DataError, match="a text in 'system' and another one as system message; keep one"):
+    with pytest.raises(
+        DataError, match="a text in 'system' and another one as system message; keep one"
+    ):
         parse({**conversations, "system": "other"})
 
 
@@ -94,12 +107,20 @@ def test_the_last_message_is_the_answer_even_where_both_are_equal() -> None:
 
 
 def test_answers_over_several_turns_are_kept_together() -> None:
-    pair = parse({"chosen": [user("Q"), answer("A"), user("R"), answer("C")], "rejected": [user("Q"), answer("B")]})
+    pair = parse(
+        {
+            "chosen": [user("Q"), answer("A"), user("R"), answer("C")],
+            "rejected": [user("Q"), answer("B")],
+        }
+    )
     assert pair == PreferenceRow([user("Q")], [answer("A"), user("R"), answer("C")], [answer("B")])
 
 
 def test_bare_texts_share_their_first_words() -> None:
-    row = {"chosen": "Human: 2+2? Assistant: It is 4", "rejected": "Human: 2+2? Assistant: It is 45"}
+    row = {
+        "chosen": "Human: 2+2? Assistant: It is 4",
+        "rejected": "Human: 2+2? Assistant: It is 45",
+    }
     pair = parse(row, allow_bare_texts=True)
     assert pair.prompt == [user("Human: 2+2? Assistant: It is")]
     assert (pair.chosen, pair.rejected) == ([answer(" 4")], [answer(" 45")])
@@ -118,13 +139,22 @@ def test_bare_texts_share_their_first_words() -> None:
             {"prompt": 3, "chosen": "A", "rejected": "B"},
             "column 'prompt': expected text or a list of messages, found a int: 3",
         ),
-        ({"prompt": "Q", "chosen": "A", "rejected": []}, "column 'rejected': the list of messages is empty"),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": []},
+            "column 'rejected': the list of messages is empty",
+        ),
         (
             {"prompt": "Q", "chosen": "A", "rejected": [answer("B")]},
             "'chosen' is text but 'rejected' is a list of messages",
         ),
-        ({"prompt": "Q", "system": 1, "chosen": "A", "rejected": "B"}, "column 'system' holds a int, expected text"),
-        ({"instruction": "Q", "input": [user("x")], "chosen": "A", "rejected": "B"}, "column 'input' holds messages"),
+        (
+            {"prompt": "Q", "system": 1, "chosen": "A", "rejected": "B"},
+            "column 'system' holds a int, expected text",
+        ),
+        (
+            {"instruction": "Q", "input": [user("x")], "chosen": "A", "rejected": "B"},
+            "column 'input' holds messages",
+        ),
         (
             {"chosen": [answer("A")], "rejected": [answer("B")]},
             "there is no prompt; the roles are assistant in chosen and assistant in rejected. Give a prompt column",
@@ -142,7 +172,11 @@ def test_bare_texts_share_their_first_words() -> None:
             r"the chosen answer ends with a message of role 'user', .* its roles are assistant, user\)",
         ),
         (
-            {"prompt": [user("P")], "chosen": [user("Q"), answer("A")], "rejected": [user("Q"), answer("B")]},
+            {
+                "prompt": [user("P")],
+                "chosen": [user("Q"), answer("A")],
+                "rejected": [user("Q"), answer("B")],
+            },
             "chosen and rejected do not both begin with the messages of the prompt",
         ),
         (
@@ -162,7 +196,10 @@ def test_bare_texts_without_a_shared_word() -> None:
 
 
 def test_a_row_may_lack_a_column_that_others_have(tmp_path: Path) -> None:
-    table = RowsTable("pairs.jsonl", [{"prompt": "Q", "chosen": "A", "rejected": "B"}, {"prompt": "Q", "chosen": "A"}])
+    table = RowsTable(
+        "pairs.jsonl",
+        [{"prompt": "Q", "chosen": "A", "rejected": "B"}, {"prompt": "Q", "chosen": "A"}],
+    )
     with pytest.raises(DataError, match=r"pairs.jsonl:2: is not a pair: 'rejected' has no value"):
         parse_preference_row(table[1], find_preference_columns(table), "pairs.jsonl:2")
 
@@ -181,4 +218,6 @@ def test_what_counts_as_empty_and_as_equal() -> None:
     assert not says_nothing([{**answer(""), "tool_calls": [{"name": "f"}]}])
     assert is_same_answer([answer("4 ")], [answer("4")])
     assert not is_same_answer([answer("4")], [answer("4.")])
-    assert not is_same_answer([{**answer(""), "tool_calls": ["f"]}], [{**answer(""), "tool_calls": ["g"]}])
+    assert not is_same_answer(
+        [{**answer(""), "tool_calls": ["f"]}], [{**answer(""), "tool_calls": ["g"]}]
+    )

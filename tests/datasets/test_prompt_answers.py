@@ -32,14 +32,20 @@ def test_a_conversation_may_hold_the_answer_itself():
 
 
 def test_what_is_left_out_is_counted_and_nothing_left_is_an_error():
-    rows = encode([{"prompt": "a", "solution": "b"}, {"prompt": "a", "solution": ""}], answer_key="solution")
+    rows = encode(
+        [{"prompt": "a", "solution": "b"}, {"prompt": "a", "solution": ""}], answer_key="solution"
+    )
     assert len(rows) == 1 and rows.summary.dropped["empty_answer"].count == 1
-    with pytest.raises(DataError, match=r"no row is left to train on.\n1 rows read, 0 kept, 1 dropped"):
+    with pytest.raises(
+        DataError, match=r"no row is left to train on.\n1 rows read, 0 kept, 1 dropped"
+    ):
         encode([{"prompt": "a", "response": "b" * 60}])
 
 
 def test_a_missing_answer_column_lists_those_there_are():
     with pytest.raises(DataError, match=r"has no column response; its columns are: prompt, answer"):
         encode([{"prompt": "a", "answer": "b"}])
-    with pytest.raises(DataError, match=r"data.jsonl, row 1: column 'response' holds a int: 3, expected text"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl, row 1: column 'response' holds a int: 3, expected text"
+    ):
         encode([{"prompt": "a", "response": 3}])

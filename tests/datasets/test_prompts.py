@@ -16,7 +16,11 @@ TOKENIZER = tiny_tokenizer()
 
 
 def encode(rows, **options):
-    return encode_prompts(RowsTable("data.jsonl", rows), TOKENIZER, **{"max_length": 40, "template": "base", **options})
+    return encode_prompts(
+        RowsTable("data.jsonl", rows),
+        TOKENIZER,
+        **{"max_length": 40, "template": "base", **options},
+    )
 
 
 def two_domains(num: int = 10):
@@ -33,15 +37,22 @@ def test_a_prompt_has_its_tokens_and_its_row():
 def test_messages_are_rendered_with_the_template_of_their_tag():
     rows = [{"messages": [{"role": "user", "content": "hi"}], "tag": tag} for tag in ("a", "b")]
     prompts = encode(rows, template="chatml", tag_to_template={"b": "base"})
-    assert [prompt.text for prompt in prompts] == ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "hi"]
+    assert [prompt.text for prompt in prompts] == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        "hi",
+    ]
     assert [prompt.question for prompt in prompts] == ["hi", "hi"]
 
 
 def test_the_column_can_be_named_and_a_missing_one_lists_those_there_are():
     assert encode([{"question": "x"}], prompt_key="question")[0].text == "x"
-    with pytest.raises(DataError, match=r"data.jsonl has no column prompt; its columns are: question, ground_truth"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl has no column prompt; its columns are: question, ground_truth"
+    ):
         encode([{"question": "x", "ground_truth": "y"}])
-    with pytest.raises(DataError, match=r"no column chat; its columns are: question. .* data_args.messages"):
+    with pytest.raises(
+        DataError, match=r"no column chat; its columns are: question. .* data_args.messages"
+    ):
         encode([{"question": "x"}], messages_key="chat")
 
 
@@ -50,7 +61,8 @@ def test_long_prompts_are_dropped_and_counted_and_none_left_is_an_error():
     assert [prompt.text for prompt in prompts] == ["short", "x" * 40]
     assert prompts.summary.dropped["too_long"].count == 1
     with pytest.raises(
-        DataError, match=r"no prompt is left. The longest of them has 50 tokens and prompt_length is 40"
+        DataError,
+        match=r"no prompt is left. The longest of them has 50 tokens and prompt_length is 40",
     ):
         encode([{"prompt": "x" * 50}, {"prompt": "y" * 45}])
 
@@ -88,7 +100,9 @@ def test_domains_come_by_their_shares_and_each_in_its_own_order():
     assert [prompt.domain for prompt in batch] == ["math"] * 3 + ["code"]
     other = PromptSampler(two_domains(), seed=0, shares={"math": 0.75, "code": 0.25})
     other.take("code", 3)
-    assert [p.index for p in other.take("math", 3)] == [p.index for p in batch[:3]], "one domain does not move another"
+    assert [p.index for p in other.take("math", 3)] == [p.index for p in batch[:3]], (
+        "one domain does not move another"
+    )
 
 
 def test_every_prompt_comes_once_an_epoch():
@@ -117,6 +131,7 @@ def test_a_saved_position_goes_on_exactly():
 
 def test_a_domain_without_prompts_is_named(tmp_path: Path):
     with pytest.raises(
-        DataError, match=r"domain 'law' of domain_interleave_probs has no prompt; the prompts are of code"
+        DataError,
+        match=r"domain 'law' of domain_interleave_probs has no prompt; the prompts are of code",
     ):
         PromptSampler(two_domains(), seed=0, shares={"law": 0.5, "math": 0.5})

@@ -49,7 +49,10 @@ def test_orders_differ_between_seeds_and_between_epochs() -> None:
 def test_the_order_is_the_same_for_ever() -> None:
     # Written down once: a run of today is continued by a version of tomorrow.
     sampler = EpochSampler(8, 8, seed=42)
-    assert [sampler.next_batch(), sampler.next_batch()] == [[4, 1, 3, 6, 0, 7, 2, 5], [1, 2, 5, 3, 6, 0, 4, 7]]
+    assert [sampler.next_batch(), sampler.next_batch()] == [
+        [4, 1, 3, 6, 0, 7, 2, 5],
+        [1, 2, 5, 3, 6, 0, 4, 7],
+    ]
 
 
 def test_other_random_numbers_have_no_part_in_it() -> None:
@@ -134,7 +137,9 @@ def test_another_batch_size_goes_on_with_the_rows_that_were_not_seen() -> None:
 
 def test_positions_in_other_data_are_refused() -> None:
     state = EpochSampler(10, 4, seed=3).state_dict()
-    with pytest.raises(DataError, match=r"made with num_rows=10, this run has 11: it says nothing about these rows"):
+    with pytest.raises(
+        DataError, match=r"made with num_rows=10, this run has 11: it says nothing about these rows"
+    ):
         EpochSampler(11, 4, seed=3).load_state_dict(state)
     with pytest.raises(DataError, match="made with seed=3, this run has 4"):
         EpochSampler(10, 4, seed=4).load_state_dict(state)
@@ -145,7 +150,9 @@ def test_positions_in_other_data_are_refused() -> None:
 
 
 def test_numbers_that_cannot_be() -> None:
-    with pytest.raises(DataError, match="3 rows do not fill one batch of 4: use a smaller batch or more rows"):
+    with pytest.raises(
+        DataError, match="3 rows do not fill one batch of 4: use a smaller batch or more rows"
+    ):
         EpochSampler(3, 4, seed=0)
     with pytest.raises(DataError, match="there are no rows"):
         EpochSampler(0, 4, seed=0, drop_last=False)
@@ -155,7 +162,9 @@ def test_numbers_that_cannot_be() -> None:
         EpochSampler(3, 1, seed=-1)
 
 
-ROWS = [{"domain": domain} for domain, count in (("a", 10), ("b", 6), ("c", 4)) for _ in range(count)]
+ROWS = [
+    {"domain": domain} for domain, count in (("a", 10), ("b", 6), ("c", 4)) for _ in range(count)
+]
 SHARES = {"a": 5, "b": 3, "c": 2}
 
 
@@ -164,7 +173,11 @@ def test_stratified_batches_have_their_shares() -> None:
     assert sampler.domain_ratios == {"a": 0.5, "b": 0.3, "c": 0.2} and len(sampler) == 2
     batches = list(sampler)
     for batch in batches:
-        assert [sum(ROWS[row]["domain"] == domain for row in batch) for domain in "abc"] == [5, 3, 2]
+        assert [sum(ROWS[row]["domain"] == domain for row in batch) for domain in "abc"] == [
+            5,
+            3,
+            2,
+        ]
     assert sorted(chain.from_iterable(batches)) == list(range(20))
 
 
@@ -187,7 +200,9 @@ def test_stratified_order_is_that_of_the_process() -> None:
 def test_shares_that_do_not_fit_the_rows() -> None:
     with pytest.raises(AssertionError):
         BatchStratifiedSampler([], SHARES, 10)
-    with pytest.raises(DataError, match=r"without a share: \['c'\]; domains with a share and no row: \['d'\]"):
+    with pytest.raises(
+        DataError, match=r"without a share: \['c'\]; domains with a share and no row: \['d'\]"
+    ):
         BatchStratifiedSampler(ROWS, {"a": 1, "b": 1, "d": 1}, 10)
     with pytest.raises(DataError, match="a batch of 2 rows has none of b: use a larger"):
         BatchStratifiedSampler(ROWS, SHARES, 2)

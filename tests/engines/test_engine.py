@@ -72,7 +72,9 @@ class Flaky:
             for index in range(request.num_samples):
                 error = "out of luck: details" if fails and index == 0 else None
                 reason = "error" if error else "stop"
-                outputs.append(GenerationOutput(request.request_id, index, [], [], reason, 0, error))
+                outputs.append(
+                    GenerationOutput(request.request_id, index, [], [], reason, 0, error)
+                )
                 if on_output:
                     on_output(outputs[-1])
         return outputs
@@ -102,5 +104,7 @@ def test_failed_requests_get_a_second_chance_and_are_then_dropped_with_their_rea
 
 def test_without_failures_there_is_one_call():
     engine = Flaky({})
-    assert generate_with_retry(engine, [GenerationRequest("a", (1,), SamplingParams())]).reasons == {}
+    assert (
+        generate_with_retry(engine, [GenerationRequest("a", (1,), SamplingParams())]).reasons == {}
+    )
     assert engine.calls == [["a"]]

@@ -18,7 +18,13 @@ def prefilled(model, ids_RW: Tensor, first_R: Tensor, room: int):
     column_W = torch.arange(ids_RW.shape[1])
     mask_RW = column_W >= first_R[:, None]
     positions = (column_W - first_R[:, None]).clamp(min=0)
-    model(ids_RW, attention_mask=mask_RW, position_ids=positions, past_key_values=cache, use_cache=True)
+    model(
+        ids_RW,
+        attention_mask=mask_RW,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+    )
     return cache, mask_RW
 
 
@@ -40,11 +46,17 @@ def test_steps_are_those_of_the_model(family):
         with _decoding(model, ours, column):
             any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
             found = model(
-                token_R1, attention_mask=any_mask, past_key_values=ours, decode=(first_R, column + 1), **options
+                token_R1,
+                attention_mask=any_mask,
+                past_key_values=ours,
+                decode=(first_R, column + 1),
+                **options,
             ).logits
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=f"step {step}")
         column = column + 1
-    assert model.config._attn_implementation == "sdpa" and all(type(layer) is RoomyLayer for layer in ours.layers)
+    assert model.config._attn_implementation == "sdpa" and all(
+        type(layer) is RoomyLayer for layer in ours.layers
+    )
 
 
 class UnrecordedStep:
@@ -73,7 +85,9 @@ def test_rows_leave_and_the_cache_grows(monkeypatch):
     make = kv_cache.make_cache
     monkeypatch.setattr(hf_engine, "make_cache", lambda config, room: make(config, 3))
     sampling = SamplingParams(max_new_tokens=40)
-    requests = [GenerationRequest(f"r{i}", tuple(range(20, 23 + 2 * i)), sampling, 4) for i in range(3)]
+    requests = [
+        GenerationRequest(f"r{i}", tuple(range(20, 23 + 2 * i)), sampling, 4) for i in range(3)
+    ]
     engine = HFEngine(tiny_model().eval(), pad_token_id=0, eos_token_ids=range(1, 100, 20))
     expected = engine.generate(requests)
     assert len({len(output.token_ids) for output in expected}) > 3

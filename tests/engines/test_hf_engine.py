@@ -26,7 +26,13 @@ def make_engine(family="qwen2", *, eos=(EOS,), linear=False, max_batch_size=None
     model = tiny_model(family, **overrides).eval()
     if linear:
         use_linear_logits(model)
-    return HFEngine(model, pad_token_id=0, eos_token_ids=eos, decode=TOKENIZER.decode, max_batch_size=max_batch_size)
+    return HFEngine(
+        model,
+        pad_token_id=0,
+        eos_token_ids=eos,
+        decode=TOKENIZER.decode,
+        max_batch_size=max_batch_size,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +42,23 @@ def engine():
 
 def prompts(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randint(4, 99, (length,), generator=generator).tolist()) for length in lengths]
+    return [
+        tuple(torch.randint(4, 99, (length,), generator=generator).tolist()) for length in lengths
+    ]
 
 
 def request_of(prompt, name="r", num_samples=1, keys=None, **sampling):
     sampling.setdefault("max_new_tokens", 12)
-    return GenerationRequest(name, prompt, SamplingParams(**sampling), num_samples, sample_keys=keys)
+    return GenerationRequest(
+        name, prompt, SamplingParams(**sampling), num_samples, sample_keys=keys
+    )
 
 
 def requests_of(*lengths, num_samples=1, **sampling):
-    return [request_of(prompt, f"r{index}", num_samples, **sampling) for index, prompt in enumerate(prompts(*lengths))]
+    return [
+        request_of(prompt, f"r{index}", num_samples, **sampling)
+        for index, prompt in enumerate(prompts(*lengths))
+    ]
 
 
 def facts(outputs):
@@ -58,7 +71,10 @@ def check_same(one, other):
         assert one[key].token_ids == other[key].token_ids, key
         assert one[key].finish_reason == other[key].finish_reason
         torch.testing.assert_close(
-            torch.tensor(one[key].log_probs), torch.tensor(other[key].log_probs), rtol=1e-6, atol=1e-6
+            torch.tensor(one[key].log_probs),
+            torch.tensor(other[key].log_probs),
+            rtol=1e-6,
+            atol=1e-6,
         )
 
 
@@ -129,7 +145,9 @@ def test_log_probs_are_those_of_a_teacher_forced_forward(engine, sampling):
     request_named = {request.request_id: request for request in requests}
     for output in engine.generate(requests):
         expected = teacher_forced(engine.model, request_named[output.request_id], output)
-        torch.testing.assert_close(torch.tensor(output.log_probs), torch.tensor(expected), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(output.log_probs), torch.tensor(expected), rtol=0, atol=1e-5
+        )
 
 
 def test_samples_do_not_depend_on_their_neighbours(engine):
@@ -203,7 +221,9 @@ def test_requests_with_different_parameters_share_a_call(engine):
     ]
     together = facts(engine.generate(mixed))
     assert len(together["r2", 0].token_ids) <= 5
-    check_same(together, facts([output for request in mixed for output in engine.generate([request])]))
+    check_same(
+        together, facts([output for request in mixed for output in engine.generate([request])])
+    )
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -228,7 +248,10 @@ def test_rows_that_end_early_do_not_disturb_the_others():
     outputs = engine.generate(requests)
     lengths = {len(output.token_ids) for output in outputs}
     assert len(lengths) > 6
-    check_same(facts(outputs), facts([output for request in requests for output in engine.generate([request])]))
+    check_same(
+        facts(outputs),
+        facts([output for request in requests for output in engine.generate([request])]),
+    )
 
 
 def test_stop_ids_end_a_response():
@@ -264,7 +287,14 @@ def test_stop_strings_end_a_response_across_tokens(include):
     stop = text[6:9]  # one character a token, so it spans three
     end = text.find(stop) + 3
     output = engine.generate(
-        [request_of(prompt, max_new_tokens=30, stop_strings=("never", stop), include_stop_str_in_output=include)]
+        [
+            request_of(
+                prompt,
+                max_new_tokens=30,
+                stop_strings=("never", stop),
+                include_stop_str_in_output=include,
+            )
+        ]
     )[0]
     assert output.finish_reason == "stop"
     assert TOKENIZER.decode(output.token_ids) == text[: end if include else end - 3]
@@ -286,7 +316,10 @@ def test_bad_requests_fail_alone_and_say_why():
     good = request_of(tuple(range(4, 10)), "good")
     bad = {
         "empty": ((), "empty prompt"),
-        "long": (tuple(range(4, 40)), "prompt too long: 36 tokens leave no room for an answer, the model takes 32"),
+        "long": (
+            tuple(range(4, 40)),
+            "prompt too long: 36 tokens leave no room for an answer, the model takes 32",
+        ),
         "foreign": ((5, 100), "unknown token: id 100, the vocabulary has 100"),
     }
     requests = [good, *(request_of(prompt, name) for name, (prompt, _) in bad.items())]
@@ -339,7 +372,9 @@ def abort_in_forward(engine, number, ids=None):
 @pytest.mark.parametrize("forward", [1, 3, 8])
 def test_an_aborted_request_goes_on_as_if_nothing_had_happened(forward):
     engine = make_engine()
-    requests = requests_of(4, 7, 5, num_samples=2, max_new_tokens=20, temperature=1.1, repetition_penalty=1.2)
+    requests = requests_of(
+        4, 7, 5, num_samples=2, max_new_tokens=20, temperature=1.1, repetition_penalty=1.2
+    )
     whole = facts(engine.generate(requests))
     interrupted = make_engine()
     abort_in_forward(interrupted, forward)
@@ -356,7 +391,10 @@ def test_an_aborted_request_goes_on_as_if_nothing_had_happened(forward):
         assert part.token_ids + rest.token_ids == expected.token_ids
         assert rest.finish_reason == expected.finish_reason
         torch.testing.assert_close(
-            torch.tensor(part.log_probs + rest.log_probs), torch.tensor(expected.log_probs), rtol=0, atol=1e-5
+            torch.tensor(part.log_probs + rest.log_probs),
+            torch.tensor(expected.log_probs),
+            rtol=0,
+            atol=1e-5,
         )
 
 
@@ -364,7 +402,11 @@ def test_only_the_named_request_is_aborted():
     engine = make_engine(eos=())
     abort_in_forward(engine, 3, ["r1", "unknown"])
     outputs = facts(engine.generate(requests_of(4, 7, 5)))
-    assert [outputs[f"r{index}", 0].finish_reason for index in range(3)] == ["length", "abort", "length"]
+    assert [outputs[f"r{index}", 0].finish_reason for index in range(3)] == [
+        "length",
+        "abort",
+        "length",
+    ]
     assert len(outputs["r1", 0].token_ids) == 2
 
 
@@ -386,7 +428,9 @@ def test_stop_strings_see_what_came_before_an_interruption():
     (prompt,) = prompts(5)
     whole = engine.generate([request_of(prompt)])[0]
     stop = TOKENIZER.decode(whole.token_ids[2:5])
-    request = replace(request_of(prompt, stop_strings=(stop,)), prefix_ids=tuple(whole.token_ids[:4]))
+    request = replace(
+        request_of(prompt, stop_strings=(stop,)), prefix_ids=tuple(whole.token_ids[:4])
+    )
     output = engine.generate([request])[0]
     assert (output.token_ids, output.finish_reason) == (whole.token_ids[4:5], "stop")
 
@@ -443,7 +487,9 @@ def test_a_layer_grows_and_loses_rows_as_a_plain_one_does():
         new = torch.randn(2, rows, 2, 5 if step == 0 else 1, 32, generator=generator)
         for layer in range(2):
             results = [cache.update(new[0], new[1], layer) for cache in (roomy, plain)]
-            assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+            assert torch.equal(results[0][0], results[1][0]) and torch.equal(
+                results[0][1], results[1][1]
+            )
     assert roomy.get_seq_length() == plain.get_seq_length() == 604
 
 
@@ -464,7 +510,9 @@ def test_a_batch_is_gone_before_the_next_begins(is_small, monkeypatch):
     engine = HFEngine(tiny_model().eval(), pad_token_id=0, eos_token_ids=(), max_batch_size=2)
     gc.disable()
     try:
-        engine.generate([GenerationRequest(f"r{i}", (5, 6), SamplingParams(max_new_tokens=3)) for i in range(6)])
+        engine.generate(
+            [GenerationRequest(f"r{i}", (5, 6), SamplingParams(max_new_tokens=3)) for i in range(6)]
+        )
     finally:
         gc.enable()
     assert at_begin == [0, 0, 0] and not alive
@@ -477,13 +525,19 @@ def test_generation_does_not_enter_compiled_blocks(monkeypatch):
     def refuse(graph, inputs):
         raise AssertionError("torch.compile was asked for a graph")
 
-    monkeypatch.setattr(hf_engine, "can_decode", lambda model: False)  # through the modules, as on a GPU
+    monkeypatch.setattr(
+        hf_engine, "can_decode", lambda model: False
+    )  # through the modules, as on a GPU
     engine = make_engine()
     requests = requests_of(3, 9, num_samples=2)
     expected = facts(engine.generate(requests))
     compile_ = torch.compile
-    monkeypatch.setattr(hf_strategy.torch, "compile", lambda function: compile_(function, backend=refuse))
+    monkeypatch.setattr(
+        hf_strategy.torch, "compile", lambda function: compile_(function, backend=refuse)
+    )
     hf_strategy.compile_layers(engine.model)
     check_same(facts(engine.generate(requests)), expected)
-    with pytest.raises(Exception, match="asked for a graph"):  # outside of generation they are compiled as ever
+    with pytest.raises(
+        Exception, match="asked for a graph"
+    ):  # outside of generation they are compiled as ever
         engine.model(torch.tensor([[5, 6, 7]]))

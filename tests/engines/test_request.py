@@ -6,7 +6,13 @@ from roll.engines.request import GenerationOutput, GenerationRequest, SamplingPa
 
 def test_parameters_come_from_generating_arguments():
     args = GeneratingArguments(
-        temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, max_new_tokens=12, stop_strings=["\n"], repetition_penalty=1.1
+        temperature=0.7,
+        top_p=0.9,
+        top_k=-1,
+        min_p=0.1,
+        max_new_tokens=12,
+        stop_strings=["\n"],
+        repetition_penalty=1.1,
     )
     params = SamplingParams.from_config(args, seed=5)
     assert params == SamplingParams(
@@ -32,13 +38,22 @@ def test_the_whole_length_limits_the_response_where_its_own_limit_is_off():
 
 
 def test_no_sampling_is_temperature_zero():
-    assert SamplingParams.from_config({"do_sample": False, "temperature": 0.9, "max_new_tokens": 3}).is_greedy
+    assert SamplingParams.from_config(
+        {"do_sample": False, "temperature": 0.9, "max_new_tokens": 3}
+    ).is_greedy
     assert not SamplingParams.from_config({"max_new_tokens": 3}).is_greedy
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": 1.0}, {"max_new_tokens": 0}],
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": 1.0},
+        {"max_new_tokens": 0},
+    ],
 )
 def test_wrong_parameters_are_named(wrong):
     with pytest.raises(ValueError, match=f"sampling: {next(iter(wrong))} is .*, expected"):

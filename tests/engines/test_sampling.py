@@ -15,7 +15,14 @@ from transformers import (
 
 import roll.engines.sampling as sampling
 from roll.engines.request import SamplingParams
-from roll.engines.sampling import draw, penalize_repetition, stream_key, transform, truncate, uniforms
+from roll.engines.sampling import (
+    draw,
+    penalize_repetition,
+    stream_key,
+    transform,
+    truncate,
+    uniforms,
+)
 
 INF = math.inf
 PROBS = torch.tensor([[0.5, 0.25, 0.15, 0.1]])
@@ -32,7 +39,10 @@ def kept(logits):
         ({"top_k": 2}, [1, 1, 0, 0]),
         ({"top_k": -1}, [1, 1, 1, 1]),
         ({"top_k": 9}, [1, 1, 1, 1]),
-        ({"top_p": 0.5}, [1, 0, 0, 0]),  # nothing above the first; above the second there is 0.5 already
+        (
+            {"top_p": 0.5},
+            [1, 0, 0, 0],
+        ),  # nothing above the first; above the second there is 0.5 already
         ({"top_p": 0.51}, [1, 1, 0, 0]),
         ({"top_p": 0.01}, [1, 0, 0, 0]),
         ({"min_p": 0.3}, [1, 1, 1, 0]),  # 0.15 is exactly 0.3 of 0.5
@@ -74,7 +84,9 @@ def test_the_chain_equals_transformers(seed, top_k, top_p, min_p, penalty, tempe
         expected = TopPLogitsWarper(top_p)(given_ids, expected)
     if min_p:
         expected = MinPLogitsWarper(min_p)(given_ids, expected)
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
+    )
     torch.testing.assert_close(transform(logits, params, seen).softmax(-1), expected.softmax(-1))
 
 
@@ -101,7 +113,9 @@ def test_greedy_ignores_temperature_and_truncation():
     torch.testing.assert_close(log_prob, logits.log_softmax(-1)[:, 1])
 
 
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.49, 0), (0.51, 1), (0.74, 1), (0.76, 2), (0.999999, 3)])
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 0), (0.49, 0), (0.51, 1), (0.74, 1), (0.76, 2), (0.999999, 3)]
+)
 def test_a_uniform_number_picks_the_token_whose_share_it_falls_into(uniform, token):
     drawn, log_prob = draw(PROBS.log(), torch.tensor([uniform], dtype=torch.float64))
     assert drawn.tolist() == [token]

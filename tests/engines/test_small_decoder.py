@@ -17,7 +17,12 @@ from roll.models.linear_head import use_linear_logits
 from roll.models.token_tree import use_token_tree
 
 ROPE = {"rope_theta": 500.0}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def randomized(model):
@@ -32,9 +37,19 @@ def randomized(model):
 
 def make_mistral():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = MistralConfig(
-        **sizes, num_key_value_heads=2, vocab_size=100, sliding_window=None, initializer_range=0.1, pad_token_id=0
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=100,
+        sliding_window=None,
+        initializer_range=0.1,
+        pad_token_id=0,
     )
     return MistralForCausalLM(config)
 
@@ -42,12 +57,18 @@ def make_mistral():
 MODELS = {
     "qwen2": lambda: tiny_model("qwen2"),
     "untied": lambda: tiny_model("qwen2", tied=False),
-    "grouped heads": lambda: tiny_model("llama", num_attention_heads=4, num_key_value_heads=1, head_dim=16),
+    "grouped heads": lambda: tiny_model(
+        "llama", num_attention_heads=4, num_key_value_heads=1, head_dim=16
+    ),
     "wide heads": lambda: tiny_model("llama", head_dim=48),
     "all biases": lambda: tiny_model("llama", attention_bias=True, mlp_bias=True),
     "large epsilon": lambda: tiny_model("llama", rms_norm_eps=0.3),
-    "linear angles": lambda: tiny_model("llama", rope_parameters={"rope_type": "linear", "factor": 3.0, **ROPE}),
-    "llama 3 angles": lambda: tiny_model("llama", rope_parameters={"rope_type": "llama3", **LLAMA3, **ROPE}),
+    "linear angles": lambda: tiny_model(
+        "llama", rope_parameters={"rope_type": "linear", "factor": 3.0, **ROPE}
+    ),
+    "llama 3 angles": lambda: tiny_model(
+        "llama", rope_parameters={"rope_type": "llama3", **LLAMA3, **ROPE}
+    ),
     "mistral": make_mistral,
 }
 
@@ -76,9 +97,13 @@ def test_logits_are_those_of_the_model(name):
 def requests(**sampling):
     lengths = (4, 9, 1, 6)
     generator = torch.Generator().manual_seed(0)
-    prompts = [tuple(torch.randint(4, 99, (length,), generator=generator).tolist()) for length in lengths]
+    prompts = [
+        tuple(torch.randint(4, 99, (length,), generator=generator).tolist()) for length in lengths
+    ]
     params = SamplingParams(max_new_tokens=30, **sampling)
-    return [GenerationRequest(f"r{index}", prompt, params, 3) for index, prompt in enumerate(prompts)]
+    return [
+        GenerationRequest(f"r{index}", prompt, params, 3) for index, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "grouped heads", "mistral"])
@@ -96,7 +121,9 @@ def test_samples_are_those_of_the_modules(name, monkeypatch):
     steps.clear()
     for ours, theirs in zip(small, engine.generate(requests(temperature=1.2)), strict=True):
         assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
-        torch.testing.assert_close(torch.tensor(ours.log_probs), torch.tensor(theirs.log_probs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(ours.log_probs), torch.tensor(theirs.log_probs), rtol=0, atol=1e-5
+        )
     assert not steps
 
 
@@ -117,7 +144,10 @@ def test_conversations_that_began_alike(monkeypatch):
     begin = list(range(20, 40))
     prompts = [begin, [*begin, 50, 51], [*begin, 50, 51], [*begin, 50, 60, 61], [7, 8], begin[:9]]
     params = SamplingParams(max_new_tokens=8)
-    asked = [GenerationRequest(f"r{index}", tuple(prompt), params, 2) for index, prompt in enumerate(prompts)]
+    asked = [
+        GenerationRequest(f"r{index}", tuple(prompt), params, 2)
+        for index, prompt in enumerate(prompts)
+    ]
     outputs, sizes = [], []
     logits = hf_engine._logits
 
@@ -134,7 +164,9 @@ def test_conversations_that_began_alike(monkeypatch):
     assert sizes == [5 * 23, 20 + 4 + 2]
     for shared, plain in zip(*outputs, strict=True):
         assert shared.token_ids == plain.token_ids
-        torch.testing.assert_close(torch.tensor(shared.log_probs), torch.tensor(plain.log_probs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(shared.log_probs), torch.tensor(plain.log_probs), rtol=0, atol=1e-5
+        )
 
 
 def test_new_weights_count_at_once():
@@ -198,7 +230,9 @@ def with_odd_linear():
         lambda: tiny_model("qwen2", dtype=torch.bfloat16),
         lambda: tiny_model("qwen2", hidden_act="gelu"),
         lambda: tiny_model("qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=1),
-        lambda: tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, **ROPE}),
+        lambda: tiny_model(
+            "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, **ROPE}
+        ),
         with_hook,
         with_own_forward,
         with_odd_linear,

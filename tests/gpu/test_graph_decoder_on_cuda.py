@@ -13,7 +13,10 @@ from roll.engines.graph_decoder import GraphDecoder
 from roll.engines.hf_engine import HFEngine
 from roll.engines.request import GenerationRequest, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.fixture
@@ -21,12 +24,16 @@ def recorded(monkeypatch):
     """How often a decoder took a step."""
     steps = []
     step = GraphDecoder.step
-    monkeypatch.setattr(GraphDecoder, "step", lambda self, *arguments: steps.append(1) or step(self, *arguments))
+    monkeypatch.setattr(
+        GraphDecoder, "step", lambda self, *arguments: steps.append(1) or step(self, *arguments)
+    )
     return steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 16), (5, 7, 1, 130, 80), (64, 14, 2, 1000, 64), (3, 40, 8, 333, 128)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 16), (5, 7, 1, 130, 80), (64, 14, 2, 1000, 64), (3, 40, 8, 333, 128)]
+)
 def test_attention_of_one_token(shape, dtype):
     check_decode_attention(*shape, dtype=dtype, device="cuda", seed=secrets.randbelow(1 << 30))
 
@@ -53,7 +60,9 @@ def requests_of(num_new: int, **sampling):
 @pytest.mark.parametrize(("num_new", "end_every"), [(60, 30), (1100, 99)])
 def test_samples_are_those_of_the_model_itself(family, num_new, end_every, recorded, monkeypatch):
     """Short answers that leave the batch all the time, and long ones that use up the room of the cache."""
-    model = tiny_model(family, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
+    model = tiny_model(
+        family, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048
+    )
     model = model.to("cuda").eval()
     requests = requests_of(num_new)
     found = answers(model, requests, end_every=end_every)

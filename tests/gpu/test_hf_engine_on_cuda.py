@@ -7,7 +7,10 @@ from tiny_models import tiny_model
 from roll.engines.hf_engine import HFEngine
 from roll.engines.request import GenerationRequest, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def requests_of(**sampling):
@@ -30,14 +33,18 @@ def answers(device, requests, dtype=torch.float32):
     return model, engine.generate(requests)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.0}, {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}]
+)
 def test_samples_are_those_of_the_cpu(sampling):
     requests = requests_of(**sampling)
     _, here = answers("cpu", requests)
     _, there = answers("cuda", requests)
     assert [output.token_ids for output in here] == [output.token_ids for output in there]
     for one, other in zip(here, there, strict=True):
-        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

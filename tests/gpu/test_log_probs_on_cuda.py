@@ -19,7 +19,10 @@ from roll.ops.log_probs import log_probs_and_entropy, next_token_log_probs
 from roll.ops.loss_in_parts import loss_in_parts
 from roll.ops.softmax_rows import LogitTransform, PieceLimits
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 OPTIONS = [
     {},
@@ -40,7 +43,10 @@ def seed() -> int:
 def poison() -> Iterator[None]:
     """`torch.empty` gives NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(8, device="cuda").isnan().all()
+    assert (
+        torch.utils.deterministic.fill_uninitialized_memory
+        and torch.empty(8, device="cuda").isnan().all()
+    )
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -80,29 +86,48 @@ def linear_inputs(rows: int, hidden: int, vocab: int, dtype: torch.dtype) -> dic
 def results_of(given: dict[str, Tensor], way: str, **options: Any) -> list[Tensor]:
     """log-probs, entropy and the gradients of hidden, weight, bias; `way`: ours, plain (a logits tensor) or exact."""
     dtype = torch.float64 if way == "exact" else given["hidden"].dtype
-    parts = [given[name].detach().clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
+    parts = [
+        given[name].detach().clone().to(dtype).requires_grad_()
+        for name in ("hidden", "weight", "bias")
+    ]
     if way == "ours":
         log_probs, entropy = linear_log_probs(
-            parts[0], parts[1], given["labels"], bias=parts[2], mask=given["mask"], with_entropy=True, **options
+            parts[0],
+            parts[1],
+            given["labels"],
+            bias=parts[2],
+            mask=given["mask"],
+            with_entropy=True,
+            **options,
         )
         assert entropy is not None
     else:
-        options = {key: value for key, value in options.items() if key not in ("keep_bytes", "chunk_rows")}
+        options = {
+            key: value for key, value in options.items() if key not in ("keep_bytes", "chunk_rows")
+        }
         temperature = options.pop("temperature", 1.0)
         logits = LinearLogits(*parts, **options).materialize()
         table = torch.log_softmax((logits if way == "exact" else logits.float()) / temperature, -1)
         log_probs = table.gather(1, given["labels"][:, None])[:, 0] * given["mask"]
         entropy = -(table.exp() * table).sum(1) * given["mask"]
-    torch.autograd.backward([log_probs, entropy], [grad.to(log_probs.dtype) for grad in given["grads"]])
+    torch.autograd.backward(
+        [log_probs, entropy], [grad.to(log_probs.dtype) for grad in given["grads"]]
+    )
     grads = [part.grad for part in parts]
     return [result.detach() for result in (log_probs, entropy, *grads) if result is not None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("limits", [None, PieceLimits(200_000, 1 << 20, 256, 64)], ids=["one tile", "many tiles"])
+@pytest.mark.parametrize(
+    "limits", [None, PieceLimits(200_000, 1 << 20, 256, 64)], ids=["one tile", "many tiles"]
+)
 def test_linear_log_probs_is_no_less_exact_than_logits_of_the_same_precision(
-    seed: int, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any], limits: PieceLimits | None
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    limits: PieceLimits | None,
 ) -> None:
     if limits is not None:
         monkeypatch.setattr(softmax_rows, "ACCELERATOR_LIMITS", limits)
@@ -111,7 +136,9 @@ def test_linear_log_probs_is_no_less_exact_than_logits_of_the_same_precision(
     names = ("log_probs", "entropy", "hidden", "weight", "bias")
     for name, found, usual, expected in zip(names, ours, plain, exact, strict=True):
         assert not found.isnan().any(), name
-        error, usual_error = ((value.double() - expected).norm() / expected.norm() for value in (found, usual))
+        error, usual_error = (
+            (value.double() - expected).norm() / expected.norm() for value in (found, usual)
+        )
         assert error < 1.05 * usual_error + 2e-6, f"{name}: {error:.2e}, plain {usual_error:.2e}"
     assert (ours[0][~given["mask"]] == 0).all() and (ours[2][~given["mask"]] == 0).all()
 
@@ -128,19 +155,29 @@ def test_a_loss_in_parts_is_as_exact_as_the_whole(seed: int, dtype: torch.dtype)
 
     def gradients(way: str) -> list[Tensor]:
         kind = torch.float64 if way == "exact" else dtype
-        leaves = [given[name].detach().to(kind).requires_grad_() for name in ("hidden", "weight", "bias")]
+        leaves = [
+            given[name].detach().to(kind).requires_grad_() for name in ("hidden", "weight", "bias")
+        ]
         output = LinearLogits(leaves[0].view(8, 90, 128), *leaves[1:])
         parts = [slice(0, 3), slice(3, 4), slice(4, 8)]
-        (loss_in_parts(output, parts, loss) if way == "in parts" else loss(output, slice(0, 8))).backward()
+        (
+            loss_in_parts(output, parts, loss) if way == "in parts" else loss(output, slice(0, 8))
+        ).backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
-    for exact, whole, found in zip(*(gradients(way) for way in ("exact", "whole", "in parts")), strict=True):
-        error, usual_error = ((value.double() - exact).norm() / exact.norm() for value in (found, whole))
+    for exact, whole, found in zip(
+        *(gradients(way) for way in ("exact", "whole", "in parts")), strict=True
+    ):
+        error, usual_error = (
+            (value.double() - exact).norm() / exact.norm() for value in (found, whole)
+        )
         assert error < 1.05 * usual_error + 2e-6
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 3 << 20, 40 << 20])
-def test_streams_and_kept_tiles_change_no_bit(seed: int, monkeypatch: pytest.MonkeyPatch, keep_bytes: int) -> None:
+def test_streams_and_kept_tiles_change_no_bit(
+    seed: int, monkeypatch: pytest.MonkeyPatch, keep_bytes: int
+) -> None:
     """Many small tiles on two streams, from another stream than the default one, over and over: always the same."""
     given = linear_inputs(2048, 256, 20_011, torch.bfloat16)
     monkeypatch.setattr(softmax_rows, "ACCELERATOR_LIMITS", PieceLimits(2 << 20, 1 << 20, 256, 64))
@@ -168,7 +205,9 @@ def test_autocast(seed: int) -> None:
     expected = results_of({**given, **low}, "ours")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found = results_of(given, "ours")
-    assert torch.equal(found[0], expected[0]) and all(result.dtype == torch.float32 for result in found)
+    assert torch.equal(found[0], expected[0]) and all(
+        result.dtype == torch.float32 for result in found
+    )
     for grad, low_grad in zip(found[2:], expected[2:], strict=True):
         assert (grad - low_grad.float()).norm() < 5e-3 * grad.norm()
 
@@ -194,7 +233,9 @@ def test_memory_is_a_few_tiles(seed: int) -> None:
 @pytest.mark.parametrize("view", ["whole", "all but the last position", "part of the vocabulary"])
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_logits_that_exist(seed: int, dtype: torch.dtype, view: str, with_mask: bool, overwrite: bool) -> None:
+def test_logits_that_exist(
+    seed: int, dtype: torch.dtype, view: str, with_mask: bool, overwrite: bool
+) -> None:
     whole = (torch.randn(3, 40, 3003, device="cuda") * 3).to(dtype)
     cut = {
         "whole": lambda x: x,
@@ -202,7 +243,10 @@ def test_logits_that_exist(seed: int, dtype: torch.dtype, view: str, with_mask: 
         "part of the vocabulary": lambda x: x[..., 1:3000],
     }[view]
     shape = cut(whole).shape[:2]
-    labels, grads = torch.randint(0, 2999, shape, device="cuda"), torch.randn(2, *shape, device="cuda")
+    labels, grads = (
+        torch.randint(0, 2999, shape, device="cuda"),
+        torch.randn(2, *shape, device="cuda"),
+    )
     mask = torch.rand(shape, device="cuda") > 0.5 if with_mask else None
     results = []
     for precise in (False, True):
@@ -211,7 +255,10 @@ def test_logits_that_exist(seed: int, dtype: torch.dtype, view: str, with_mask: 
         if precise:
             table = torch.log_softmax(logits, -1)
             chosen = torch.ones(shape, device="cuda") if mask is None else mask
-            pair = (table.gather(-1, labels[..., None])[..., 0] * chosen, -(table.exp() * table).sum(-1) * chosen)
+            pair = (
+                table.gather(-1, labels[..., None])[..., 0] * chosen,
+                -(table.exp() * table).sum(-1) * chosen,
+            )
         else:
             pair = log_probs_and_entropy(logits, labels, mask=mask, overwrite_logits=overwrite)
         torch.autograd.backward(list(pair), [grad.to(pair[0].dtype) for grad in grads])

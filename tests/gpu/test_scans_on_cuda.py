@@ -7,17 +7,36 @@ import torch
 
 pytest.importorskip("triton")
 
-from scan_checks import LAYOUTS, check_recurrences, check_segment_means, check_token_loss, loss_columns, random_rows
+from scan_checks import (
+    LAYOUTS,
+    check_recurrences,
+    check_segment_means,
+    check_token_loss,
+    loss_columns,
+    random_rows,
+)
 
 from roll.algorithms.aggregation import AGGREGATION_MODES
-from roll.algorithms.policy_loss import CISPO, RATIO_TYPES, TOPR, KimiK15, PPOClip, Reinforce, TruncatedIS, policy_loss
+from roll.algorithms.policy_loss import (
+    CISPO,
+    RATIO_TYPES,
+    TOPR,
+    KimiK15,
+    PPOClip,
+    Reinforce,
+    TruncatedIS,
+    policy_loss,
+)
 from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 from roll.ops import triton_scans
 from roll.ops.segment_mean import segment_mean
 from roll.pipeline.loss_io import LossCounts, policy_metrics
 from roll.utils.metrics.deferred import DeferredMetrics, read_together
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 SURROGATES = [
     PPOClip(clip_low=0.1, clip_high=0.28, dual_clip=1.4),
@@ -36,7 +55,9 @@ def seed() -> int:
     return secrets.randbelow(1 << 30)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 2048), (5, 2049), (300, 5000), (2, 70_001)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 7), (2, 2048), (5, 2049), (300, 5000), (2, 70_001)], ids=str
+)
 def test_recurrences(shape: tuple[int, int], seed: int) -> None:
     check_recurrences(triton_scans, shape, seed, "cuda")
 
@@ -55,7 +76,15 @@ def test_recurrences_with_any_discount(gamma: float, lam: float, seed: int) -> N
 def test_strides(layout: str, seed: int) -> None:
     check_recurrences(triton_scans, (4, 3001), seed, "cuda", layout=layout)
     check_segment_means(triton_scans, (4, 3001), seed, "cuda", layout=layout)
-    check_token_loss((4, 3001), seed, "cuda", surrogate=SURROGATES[0], layout=layout, ratio_type="segment", **FULL)
+    check_token_loss(
+        (4, 3001),
+        seed,
+        "cuda",
+        surrogate=SURROGATES[0],
+        layout=layout,
+        ratio_type="segment",
+        **FULL,
+    )
 
 
 @pytest.mark.parametrize("with_keep", [False, True])
@@ -75,7 +104,9 @@ def test_functions_on_a_gpu_are_those_on_the_cpu(seed: int) -> None:
     rewards, values, mask = random_rows(20, 4000, seed, "cuda")
     on_cpu = [x.cpu() for x in (rewards, values, mask)]
     close = {"rtol": 1e-6, "atol": 1e-6}
-    for found, expected in zip(gae(rewards, values, mask, 0.99, 0.95), gae(*on_cpu, 0.99, 0.95), strict=True):
+    for found, expected in zip(
+        gae(rewards, values, mask, 0.99, 0.95), gae(*on_cpu, 0.99, 0.95), strict=True
+    ):
         torch.testing.assert_close(found.cpu(), expected, **close)
     for function in (discounted_returns, turn_discounted_returns):
         expected = function(on_cpu[0], on_cpu[2], 0.9)
@@ -92,7 +123,10 @@ def test_policy_losses(surrogate: PPOClip, ratio_type: str, seed: int) -> None:
 def test_aggregation(agg_mode: str, seed: int) -> None:
     options = {**FULL, "agg_mode": agg_mode, "surrogate": SURROGATES[0]}
     check_token_loss((100, 300), seed, "cuda", **options)
-    counts = {"num_tokens": torch.tensor(77, device="cuda"), "num_sequences": torch.tensor(9.0, device="cuda")}
+    counts = {
+        "num_tokens": torch.tensor(77, device="cuda"),
+        "num_sequences": torch.tensor(9.0, device="cuda"),
+    }
     check_token_loss((3, 300), seed, "cuda", **options, **counts)
 
 
@@ -104,7 +138,13 @@ def test_kl(kl_kind: str, seed: int) -> None:
 def test_the_last_program_sees_what_all_others_wrote(seed: int) -> None:
     """Thousands of short rows are done at about the same time; their sum is the same, bit by bit, every time."""
     columns, mask = loss_columns((5000, 40), seed, "cuda")
-    options = {**FULL, "surrogate": SURROGATES[0], "mask_BT": mask, "num_tokens": 9, "num_sequences": 5000}
+    options = {
+        **FULL,
+        "surrogate": SURROGATES[0],
+        "mask_BT": mask,
+        "num_tokens": 9,
+        "num_sequences": 5000,
+    }
     first = policy_loss(**columns, **options).parts.vector
     assert first is not None
     for _ in range(200):
@@ -125,7 +165,9 @@ def test_one_transfer_brings_all_metrics_of_a_step(seed: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         reports = []
         for _ in range(3):
-            loss = policy_loss(log_probs_BT=log_probs, surrogate=PPOClip(), mask_BT=mask, **columns, **counts)
+            loss = policy_loss(
+                log_probs_BT=log_probs, surrogate=PPOClip(), mask_BT=mask, **columns, **counts
+            )
             found = policy_metrics(loss, agg_mode="seq-mean-token-mean", counts=counts)
             reports.append(DeferredMetrics(found, loss.num_valid))
         read_together(reports)

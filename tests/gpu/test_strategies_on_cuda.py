@@ -3,12 +3,22 @@
 import pytest
 import torch
 from tiny_models import VOCAB_SIZE, make_model_folder
-from training_setup import PROBES, make_batch, make_config, pad_batch, reference_gradients, relative_error
+from training_setup import (
+    PROBES,
+    make_batch,
+    make_config,
+    pad_batch,
+    reference_gradients,
+    relative_error,
+)
 
 from roll.distributed.executor.worker import WorkerContext, worker_context
 from roll.distributed.scheduler.resource_manager import Device
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def cuda_worker(pipeline, config):
@@ -23,7 +33,9 @@ def cuda_worker(pipeline, config):
 @pytest.mark.parametrize("linear_logits", [True, False])
 def test_one_gradient(tmp_path, lone_process_group, strategy, pipeline, linear_logits):
     folder = make_model_folder(tmp_path)
-    config = make_config(pipeline, folder, strategy=strategy, strategy_config={"linear_logits": linear_logits})
+    config = make_config(
+        pipeline, folder, strategy=strategy, strategy_config={"linear_logits": linear_logits}
+    )
     batch = make_batch(pipeline)
     worker = cuda_worker(pipeline, config)
     assert next(worker.strategy.model.parameters()).device.type == "cuda"
@@ -33,7 +45,9 @@ def test_one_gradient(tmp_path, lone_process_group, strategy, pipeline, linear_l
 
 @pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
 @pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
-def test_one_gradient_with_the_head_in_parts_and_shared_prefixes(tmp_path, lone_process_group, strategy, pipeline):
+def test_one_gradient_with_the_head_in_parts_and_shared_prefixes(
+    tmp_path, lone_process_group, strategy, pipeline
+):
     folder = make_model_folder(tmp_path)
     few = {"keep_logits_gib": 12 * VOCAB_SIZE * 4 / 2**30, "share_prefixes": True}
     config = make_config(pipeline, folder, strategy=strategy, strategy_config=few, micro_batch=8)
@@ -44,7 +58,9 @@ def test_one_gradient_with_the_head_in_parts_and_shared_prefixes(tmp_path, lone_
 
 @pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
 def test_states_move_to_the_host_and_back(tmp_path, lone_process_group, strategy):
-    config = make_config("dpo", make_model_folder(tmp_path), strategy=strategy, training_args={"learning_rate": 1e-2})
+    config = make_config(
+        "dpo", make_model_folder(tmp_path), strategy=strategy, training_args={"learning_rate": 1e-2}
+    )
     worker = cuda_worker("dpo", config)
     worker.train_step(make_batch("dpo", seed=0))
     before = torch.cuda.memory_allocated()
@@ -63,7 +79,16 @@ def test_states_move_to_the_host_and_back(tmp_path, lone_process_group, strategy
 
 @pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
 def test_bf16_training_lowers_the_loss(tmp_path, lone_process_group, strategy):
-    options = {"strategy": strategy, "model_args": {"dtype": "bf16"}, "training_args": {"learning_rate": 3e-3}}
-    worker = cuda_worker("dpo", make_config("dpo", make_model_folder(tmp_path), max_grad_norm=1.0, **options))
-    losses = [worker.train_step(make_batch("dpo")).meta_info["metrics"]["actor/loss@sum"] for _ in range(8)]
+    options = {
+        "strategy": strategy,
+        "model_args": {"dtype": "bf16"},
+        "training_args": {"learning_rate": 3e-3},
+    }
+    worker = cuda_worker(
+        "dpo", make_config("dpo", make_model_folder(tmp_path), max_grad_norm=1.0, **options)
+    )
+    losses = [
+        worker.train_step(make_batch("dpo")).meta_info["metrics"]["actor/loss@sum"]
+        for _ in range(8)
+    ]
     assert losses[-1] < losses[0]

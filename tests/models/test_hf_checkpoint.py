@@ -40,7 +40,9 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
 
 
 def lora_actor(folder: Path, *, seed: int = 0, **settings) -> nn.Module:
-    args = ModelArguments(model_name_or_path=str(folder), dtype="fp32", **{"lora_target": "all", **settings})
+    args = ModelArguments(
+        model_name_or_path=str(folder), dtype="fp32", **{"lora_target": "all", **settings}
+    )
     torch.manual_seed(seed)
     model = default_actor_model_provider(tiny_tokenizer(), args, None, True)
     for name, parameter in model.named_parameters():
@@ -85,7 +87,9 @@ def test_loading_keeps_the_parameters_that_an_optimizer_knows(tmp_path):
 
 def test_a_given_state_dict_is_written_and_its_tied_copy_dropped(tmp_path):
     model, other = tiny_model(seed=1), tiny_model(seed=2)
-    gathered = {name: tensor.clone() for name, tensor in other.state_dict().items()}  # two tensors for the tied weight
+    gathered = {
+        name: tensor.clone() for name, tensor in other.state_dict().items()
+    }  # two tensors for the tied weight
     keys = set(gathered)
     save_hf_checkpoint(model, tiny_tokenizer(), tmp_path / "a", gathered)
     assert set(gathered) == keys  # the caller's dictionary is left alone
@@ -97,7 +101,10 @@ def test_a_trained_model_is_saved_with_its_cache_on_and_any_generation_config(tm
     folder = make_model_folder(tmp_path / "base")
     args = ModelArguments(model_name_or_path=str(folder), dtype="fp32")
     model = default_actor_model_provider(tiny_tokenizer(), args, None, True)
-    model.generation_config.do_sample, model.generation_config.temperature = False, 0.5  # transformers refuses to save
+    model.generation_config.do_sample, model.generation_config.temperature = (
+        False,
+        0.5,
+    )  # transformers refuses to save
     with pytest.raises(ValueError, match="temperature"):
         model.generation_config.save_pretrained(tmp_path / "refused")
     save_hf_checkpoint(model, tiny_tokenizer(), tmp_path / "a")
@@ -108,7 +115,9 @@ def test_a_trained_model_is_saved_with_its_cache_on_and_any_generation_config(tm
 
 def test_a_model_that_came_without_cache_is_saved_without_cache(tmp_path):
     folder = make_model_folder(tmp_path / "base", use_cache=False)
-    (folder / "generation_config.json").write_text("{}")  # says nothing about the cache, as in most published models
+    (folder / "generation_config.json").write_text(
+        "{}"
+    )  # says nothing about the cache, as in most published models
     args = ModelArguments(model_name_or_path=str(folder), dtype="fp32")
     model = default_actor_model_provider(tiny_tokenizer(), args, None, True)
     save_hf_checkpoint(model, tiny_tokenizer(), tmp_path / "a")
@@ -135,7 +144,9 @@ def test_a_mixture_of_experts_is_saved_in_its_published_format(tmp_path):
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
     save_hf_checkpoint(model, tiny_tokenizer(), tmp_path / "a")
-    assert "model.layers.0.mlp.experts.3.up_proj.weight" in load_file(tmp_path / "a" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in load_file(
+        tmp_path / "a" / "model.safetensors"
+    )
     torch.manual_seed(1)
     target = Qwen3MoeForCausalLM(config)
     load_hf_weights(target, tmp_path / "a")  # in memory the experts are one tensor
@@ -153,17 +164,24 @@ def test_another_shape_names_the_tensors_and_both_shapes(tmp_path):
         load_hf_weights(target, tmp_path / "a")
     message = str(error.value)
     assert str(tmp_path / "a") in message
-    assert "model.layers.0.mlp.down_proj.weight: saved with shape (64, 32), the model has (64, 96)" in message
+    assert (
+        "model.layers.0.mlp.down_proj.weight: saved with shape (64, 32), the model has (64, 96)"
+        in message
+    )
     assert message.count("saved with shape") == 6
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
 
 
 def test_other_names_are_listed_from_both_sides(tmp_path):
     save_hf_checkpoint(tiny_model(num_hidden_layers=1), tiny_tokenizer(), tmp_path / "short")
-    with pytest.raises(DataError, match=r"model.layers.1.input_layernorm.weight: missing in the checkpoint"):
+    with pytest.raises(
+        DataError, match=r"model.layers.1.input_layernorm.weight: missing in the checkpoint"
+    ):
         load_hf_weights(tiny_model(), tmp_path / "short")
     save_hf_checkpoint(tiny_model(num_hidden_layers=3), tiny_tokenizer(), tmp_path / "long")
-    with pytest.raises(DataError, match=r"model.layers.2.input_layernorm.weight: not a tensor of the model"):
+    with pytest.raises(
+        DataError, match=r"model.layers.2.input_layernorm.weight: not a tensor of the model"
+    ):
         load_hf_weights(tiny_model(), tmp_path / "long")
     save_hf_checkpoint(tiny_model(num_hidden_layers=9), tiny_tokenizer(), tmp_path / "longer")
     with pytest.raises(DataError, match=r"and 64 more"):
@@ -174,10 +192,14 @@ def test_another_dtype_is_an_error_unless_asked_for(tmp_path):
     saved = tiny_model(dtype=torch.bfloat16)
     save_hf_checkpoint(saved, tiny_tokenizer(), tmp_path / "a")
     target = tiny_model(seed=3)
-    with pytest.raises(DataError, match=r"norm.weight: saved as torch.bfloat16, the model has torch.float32"):
+    with pytest.raises(
+        DataError, match=r"norm.weight: saved as torch.bfloat16, the model has torch.float32"
+    ):
         load_hf_weights(target, tmp_path / "a")
     load_hf_weights(target, tmp_path / "a", cast=True)
-    assert all(torch.equal(t, saved.state_dict()[name].float()) for name, t in target.state_dict().items())
+    assert all(
+        torch.equal(t, saved.state_dict()[name].float()) for name, t in target.state_dict().items()
+    )
 
 
 def test_folders_that_are_not_checkpoints(tmp_path):
@@ -198,9 +220,13 @@ def test_an_adapter_checkpoint_is_small_and_readable_by_transformers(tmp_path):
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= names
     assert not {"model.safetensors", "config.json"} & names
-    assert AutoTokenizer.from_pretrained(tmp_path / "a").decode([10, 11]) == tiny_tokenizer().decode([10, 11])
+    assert AutoTokenizer.from_pretrained(tmp_path / "a").decode(
+        [10, 11]
+    ) == tiny_tokenizer().decode([10, 11])
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "a")), logits(model))
-    args = ModelArguments(model_name_or_path=str(base), adapter_name_or_path=str(tmp_path / "a"), dtype="fp32")
+    args = ModelArguments(
+        model_name_or_path=str(base), adapter_name_or_path=str(tmp_path / "a"), dtype="fp32"
+    )
     assert torch.equal(logits(default_actor_model_provider(tiny_tokenizer(), args)), logits(model))
 
 
@@ -219,7 +245,9 @@ def test_merged_and_adapter_checkpoints_continue_training_the_same(tmp_path, add
         assert same_weights(target, model)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merge-True")
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
-    load_hf_weights(tiny_model(tied=False), tmp_path / "merge-True")  # a plain model takes the merged weights
+    load_hf_weights(
+        tiny_model(tied=False), tmp_path / "merge-True"
+    )  # a plain model takes the merged weights
 
 
 def test_an_adapter_on_random_weights_is_saved_merged_because_its_base_has_no_name(tmp_path):
@@ -244,15 +272,22 @@ def test_a_given_state_dict_of_a_lora_model(tmp_path, merge):
 def test_adapters_that_do_not_fit(tmp_path):
     base = make_model_folder(tmp_path / "base")
     save_hf_checkpoint(lora_actor(base, lora_rank=4), tiny_tokenizer(), tmp_path / "a")
-    with pytest.raises(DataError, match=r"q_proj.lora_A.weight: saved with shape \(4, 64\), the model has \(2, 64\)"):
+    with pytest.raises(
+        DataError,
+        match=r"q_proj.lora_A.weight: saved with shape \(4, 64\), the model has \(2, 64\)",
+    ):
         load_hf_weights(lora_actor(base, lora_rank=2), tmp_path / "a")
     with pytest.raises(DataError, match=r"gate_proj.lora_A.weight: not a tensor of the model"):
         load_hf_weights(lora_actor(base, lora_rank=4, lora_target="q_proj"), tmp_path / "a")
     with pytest.raises(DataError, match=r"it holds a LoRA adapter, and this model has none"):
         load_hf_weights(tiny_model(), tmp_path / "a")
-    with pytest.raises(DataError, match=r"has no adapter_model.safetensors, which a model with LoRA needs"):
+    with pytest.raises(
+        DataError, match=r"has no adapter_model.safetensors, which a model with LoRA needs"
+    ):
         load_hf_weights(lora_actor(base), base)
-    half = add_lora(tiny_model(), ModelArguments(lora_target="all", lora_rank=4), is_trainable=True).bfloat16()
+    half = add_lora(
+        tiny_model(), ModelArguments(lora_target="all", lora_rank=4), is_trainable=True
+    ).bfloat16()
     with pytest.raises(DataError, match=r"saved as torch.float32, the model has torch.bfloat16"):
         load_hf_weights(half, tmp_path / "a")
     load_hf_weights(half, tmp_path / "a", cast=True)
@@ -275,7 +310,9 @@ def test_saving_leaves_the_adapter_as_it_was(tmp_path):
 
 @pytest.fixture
 def one_rank(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -304,7 +341,9 @@ def test_a_gathered_fsdp2_state_and_back(tmp_path, one_rank, lora):
         save_hf_checkpoint(model, tiny_tokenizer(), tmp_path / "a")
     with pytest.raises(ValueError, match="use read_hf_weights"):
         load_hf_weights(model, base)
-    save_hf_checkpoint(model, tiny_tokenizer(), tmp_path / "a", get_model_state_dict(model, options=options))
+    save_hf_checkpoint(
+        model, tiny_tokenizer(), tmp_path / "a", get_model_state_dict(model, options=options)
+    )
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert type(plain).__name__ == "Qwen2ForCausalLM"
     expected = logits(model)
@@ -355,7 +394,12 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
         with atomic_folder(tmp_path / name, replace=True) as folder:
             (folder / "file").write_text("newer")
         assert (tmp_path / name / "file").read_text() == "newer"
-    assert {path.name for path in tmp_path.iterdir()} == {"a", ".ab.tmp-1", "step[1]", ".step[1]b.tmp-1"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a",
+        ".ab.tmp-1",
+        "step[1]",
+        ".step[1]b.tmp-1",
+    }
 
 
 @pytest.mark.slow

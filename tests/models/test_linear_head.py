@@ -79,7 +79,12 @@ def test_what_a_family_does_after_the_head_becomes_fields():
         use_linear_logits(model)
         output = model(**batch).logits
         fields[family] = (output.scale, output.soft_cap)
-    assert fields == {"llama": (1.0, None), "gemma2": (1.0, 30.0), "cohere": (0.0625, None), "granite": (0.125, None)}
+    assert fields == {
+        "llama": (1.0, None),
+        "gemma2": (1.0, 30.0),
+        "cohere": (0.0625, None),
+        "granite": (0.125, None),
+    }
 
 
 def test_a_head_with_bias():
@@ -87,7 +92,13 @@ def test_a_head_with_bias():
 
     torch.manual_seed(0)
     model = PhiForCausalLM(
-        PhiConfig(vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        PhiConfig(
+            vocab_size=50,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
     ).eval()
     nn.init.normal_(model.lm_head.bias)
     ids = torch.arange(6).view(2, 3)
@@ -116,7 +127,10 @@ def test_plain_logits_restores_the_ordinary_head_and_gives_it_back_after_an_erro
 
 def test_generate_gives_the_same_tokens_with_and_without_linear_logits():
     model = tiny_model().eval()
-    batch = {"input_ids": tiny_batch([5, 5])["input_ids"], "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    batch = {
+        "input_ids": tiny_batch([5, 5])["input_ids"],
+        "attention_mask": torch.ones(2, 5, dtype=torch.long),
+    }
     settings = {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**batch, **settings)
     use_linear_logits(model)
@@ -157,7 +171,11 @@ def test_through_peft_with_the_head_frozen_or_trained(tied, first):
         model = tiny_model(tied=tied)
         if first:
             first(model)
-        wrapped = add_lora(model, ModelArguments(lora_target="all", additional_target=additional), is_trainable=True)
+        wrapped = add_lora(
+            model,
+            ModelArguments(lora_target="all", additional_target=additional),
+            is_trainable=True,
+        )
         batch = tiny_batch([6, 2])
         with plain_logits(wrapped):
             expected = wrapped(**batch).logits
@@ -174,7 +192,9 @@ def test_through_peft_with_the_head_frozen_or_trained(tied, first):
 
 
 def test_an_adapter_on_the_head_keeps_plain_logits():
-    wrapped = add_lora(tiny_model(tied=False), ModelArguments(lora_target="q_proj,lm_head"), is_trainable=True)
+    wrapped = add_lora(
+        tiny_model(tied=False), ModelArguments(lora_target="q_proj,lm_head"), is_trainable=True
+    )
     with pytest.warns(RuntimeWarning, match="lora.layer.Linear"):
         assert not use_linear_logits(wrapped)
     assert isinstance(wrapped(**tiny_batch([4])).logits, Tensor)
@@ -219,7 +239,10 @@ def test_arithmetic_follows_the_tensor():
         (logits[:, 1:], tensor[:, 1:]),
         (logits[1], tensor[1]),
         (logits[-1, -1], tensor[-1, -1]),
-        (logits[torch.tensor([[True, False, True], [False, True, False]])], tensor[[0, 0, 1], [0, 2, 1]]),
+        (
+            logits[torch.tensor([[True, False, True], [False, True, False]])],
+            tensor[[0, 0, 1], [0, 2, 1]],
+        ),
         (logits.contiguous(), tensor),
         (logits.float(), tensor),
         (logits.to(torch.float64), tensor.double()),
@@ -238,7 +261,8 @@ def test_a_soft_cap_leaves_a_scale_of_exactly_one():
 
 def test_float_in_half_precision_builds_float32():
     logits = head_output(
-        hidden=torch.ones(1, 2, 4, dtype=torch.bfloat16), weight=torch.ones(6, 4, dtype=torch.bfloat16)
+        hidden=torch.ones(1, 2, 4, dtype=torch.bfloat16),
+        weight=torch.ones(6, 4, dtype=torch.bfloat16),
     )
     assert logits.materialize().dtype == torch.bfloat16
     assert logits.float().materialize().dtype == torch.float32
@@ -314,12 +338,19 @@ def test_pytree_sees_the_tensors_and_keeps_the_rest():
     assert leaves == [logits.hidden, logits.weight, None, None, None]
     again = pytree.tree_unflatten(leaves, spec)
     assert type(again) is HeadOutput
-    assert (again.scale, again.soft_cap, again.vocab_size, again.built_dtype) == (1.0, 2.0, 5, torch.float32)
+    assert (again.scale, again.soft_cap, again.vocab_size, again.built_dtype) == (
+        1.0,
+        2.0,
+        5,
+        torch.float32,
+    )
 
 
 @pytest.fixture
 def one_rank(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 

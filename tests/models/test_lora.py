@@ -49,11 +49,17 @@ def test_forward_equals_a_plain_peft_model():
     batch = tiny_batch([7, 3])
     torch.manual_seed(5)
     ours = add_lora(
-        tiny_model(), ModelArguments(lora_target="q_proj,v_proj", lora_rank=4, lora_dropout=0.0), is_trainable=True
+        tiny_model(),
+        ModelArguments(lora_target="q_proj,v_proj", lora_rank=4, lora_dropout=0.0),
+        is_trainable=True,
     )
     torch.manual_seed(5)
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_alpha=8,
+        lora_dropout=0.0,
+        target_modules=["q_proj", "v_proj"],
     )
     theirs = peft.get_peft_model(tiny_model(), config)
     for model in (ours, theirs):
@@ -99,7 +105,9 @@ def test_adapter_off_is_the_base_model_bit_for_bit(tied, additional):
         with adapter_disabled(model):
             assert torch.equal(logits(model), base)
         assert torch.equal(logits(model), base)  # the inner block gives back "off"
-        assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
+        assert {
+            name: parameter.requires_grad for name, parameter in model.named_parameters()
+        } == flags
     assert torch.equal(logits(model), adapted)
 
 
@@ -120,21 +128,32 @@ def test_switching_off_and_on_keeps_a_frozen_adapter_frozen():
 
 
 def test_a_model_without_adapter_cannot_be_its_own_reference():
-    with pytest.raises(ValueError, match="separate reference model"), adapter_disabled(tiny_model()):
+    with (
+        pytest.raises(ValueError, match="separate reference model"),
+        adapter_disabled(tiny_model()),
+    ):
         pass
 
 
 def test_which_modules_get_an_adapter():
     def adapted(target):
-        model = add_lora(tiny_model(tied=False), ModelArguments(lora_target=target), is_trainable=True)
-        return {n.split(".lora_A")[0].removeprefix("base_model.model.") for n in model.state_dict() if ".lora_A" in n}
+        model = add_lora(
+            tiny_model(tied=False), ModelArguments(lora_target=target), is_trainable=True
+        )
+        return {
+            n.split(".lora_A")[0].removeprefix("base_model.model.")
+            for n in model.state_dict()
+            if ".lora_A" in n
+        }
 
     attention = {f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "qkvo"}
     mlp = {f"model.layers.{i}.mlp.{p}_proj" for i in (0, 1) for p in ("gate", "up", "down")}
     assert adapted("q_proj, k_proj,v_proj,o_proj") == attention
     assert adapted(["self_attn.q_proj"]) == {name for name in attention if "q_proj" in name}
     assert adapted("all-linear") == adapted("all") == attention | mlp
-    assert adapted(r".*layers\.1\..*(gate|up)_proj$") == {name for name in mlp if ".1." in name and "down" not in name}
+    assert adapted(r".*layers\.1\..*(gate|up)_proj$") == {
+        name for name in mlp if ".1." in name and "down" not in name
+    }
 
 
 def test_targets_that_match_nothing_are_errors_that_list_the_linear_modules():
@@ -172,7 +191,9 @@ def test_a_saved_adapter_loads_frozen_or_trainable(tmp_path):
 def test_a_folder_without_adapter_is_named_with_what_it_has(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ConfigError, match=r"no adapter_config.json \(found: notes.txt\)"):
-        add_lora(tiny_model(), ModelArguments(adapter_name_or_path=str(tmp_path)), is_trainable=False)
+        add_lora(
+            tiny_model(), ModelArguments(adapter_name_or_path=str(tmp_path)), is_trainable=False
+        )
 
 
 def test_adapter_dtype_in_half_precision():
@@ -242,7 +263,9 @@ def test_missing_peft_names_the_extra(monkeypatch):
 
 @pytest.mark.slow
 def test_peft_is_not_imported_before_it_is_needed():
-    modules = ", ".join(f"roll.models.{name}" for name in ("model_providers", "hf_checkpoint", "linear_head"))
+    modules = ", ".join(
+        f"roll.models.{name}" for name in ("model_providers", "hf_checkpoint", "linear_head")
+    )
     code = f"import sys, {modules}; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
 

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import CHAT_TEMPLATE, PAD, make_model_folder, tiny_batch, tiny_config, tiny_model, tiny_tokenizer
+from tiny_models import (
+    CHAT_TEMPLATE,
+    PAD,
+    make_model_folder,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -32,7 +40,9 @@ def args(folder: Path | str, **settings) -> ModelArguments:
 
 
 def actor(folder: Path | str, *, is_trainable: bool = False, **settings) -> nn.Module:
-    return default_actor_model_provider(tiny_tokenizer(), args(folder, **settings), None, is_trainable)
+    return default_actor_model_provider(
+        tiny_tokenizer(), args(folder, **settings), None, is_trainable
+    )
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
@@ -61,7 +71,9 @@ def test_tokenizer_pads_left_and_keeps_text_and_template(tmp_path, family):
 
 def test_tokenizer_from_another_folder_and_with_a_length_limit(tmp_path, folder):
     bare = make_model_folder(tmp_path, tokenizer=False)
-    tokenizer = default_tokenizer_provider(args(bare, model_max_length=77), model_name_or_path=str(folder))
+    tokenizer = default_tokenizer_provider(
+        args(bare, model_max_length=77), model_name_or_path=str(folder)
+    )
     assert tokenizer.model_max_length == 77
 
 
@@ -87,7 +99,9 @@ def test_a_tokenizer_with_neither_pad_nor_eos_is_an_error(tmp_path):
 
 def test_a_folder_without_tokenizer_is_named_with_what_it_has(tmp_path):
     make_model_folder(tmp_path, weights=False, tokenizer=False)
-    with pytest.raises(ConfigError, match=rf"{tmp_path} has no tokenizer \(found: config.json; expected"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path} has no tokenizer \(found: config.json; expected"
+    ):
         default_tokenizer_provider(args(tmp_path))
 
 
@@ -97,7 +111,9 @@ def test_a_folder_without_tokenizer_is_named_with_what_it_has(tmp_path):
 def test_the_actor_is_the_model_of_the_folder(folder):
     model = actor(folder)
     assert same_weights(model, tiny_model())
-    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training and not any(
+        parameter.requires_grad for parameter in model.parameters()
+    )
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
@@ -119,7 +135,9 @@ def test_random_init_follows_the_seed_and_nobody_else_notices(tmp_path):
     first = actor(folder, random_init=True)
     after = torch.rand(3)
     torch.manual_seed(3)
-    assert torch.equal(torch.rand(3), after)  # building the model drew nothing from the caller's stream
+    assert torch.equal(
+        torch.rand(3), after
+    )  # building the model drew nothing from the caller's stream
     torch.manual_seed(3)
     assert same_weights(first, actor(folder, random_init=True))
     assert same_weights(first, actor(folder, random_init=True, is_trainable=True))
@@ -127,7 +145,10 @@ def test_random_init_follows_the_seed_and_nobody_else_notices(tmp_path):
     assert not same_weights(first, actor(folder, random_init=True))
     torch.manual_seed(3)
     half = actor(folder, random_init=True, dtype="bf16")
-    assert all(torch.equal(p.bfloat16(), q) for p, q in zip(first.parameters(), half.parameters(), strict=True))
+    assert all(
+        torch.equal(p.bfloat16(), q)
+        for p, q in zip(first.parameters(), half.parameters(), strict=True)
+    )
 
 
 def test_loading_draws_nothing_either(folder):
@@ -198,17 +219,26 @@ def test_code_in_a_model_folder_does_not_run_by_itself(tmp_path):
 
 def test_missing_weights_are_an_error_and_not_random_numbers(tmp_path):
     model = tiny_model(tied=False)
-    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp" not in name}
+    state = {
+        name: tensor for name, tensor in model.state_dict().items() if "layers.1.mlp" not in name
+    }
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ConfigError, match=r"lacks weights that Qwen2ForCausalLM needs: model.layers.1.mlp.down_proj"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lacks weights that Qwen2ForCausalLM needs: model.layers.1.mlp.down_proj",
+    ):
         actor(tmp_path)
 
 
 def test_config_changes_and_their_errors(folder):
     assert actor(folder, model_config_kwargs={"rms_norm_eps": 0.5}).config.rms_norm_eps == 0.5
-    with pytest.raises(ConfigError, match="Qwen2Config has no field 'rms_norm_epsilon'; nearest: rms_norm_eps"):
+    with pytest.raises(
+        ConfigError, match="Qwen2Config has no field 'rms_norm_epsilon'; nearest: rms_norm_eps"
+    ):
         actor(folder, model_config_kwargs={"rms_norm_epsilon": 0.5})
-    with pytest.raises(ConfigError, match=r"gate_proj.weight: saved \(96, 64\), the config says \(32, 64\)"):
+    with pytest.raises(
+        ConfigError, match=r"gate_proj.weight: saved \(96, 64\), the config says \(32, 64\)"
+    ):
         actor(folder, model_config_kwargs={"intermediate_size": 32})
 
 
@@ -216,7 +246,9 @@ def test_attention_implementations(folder, monkeypatch):
     assert actor(folder, attn_implementation="eager").config._attn_implementation == "eager"
     assert actor(folder, attn_implementation="auto").config._attn_implementation == "sdpa"
     monkeypatch.setattr(providers, "is_flash_attn_2_available", lambda: False)
-    with pytest.raises(MissingDependencyError, match=r"flash-attn.*`attn_implementation: sdpa` works everywhere"):
+    with pytest.raises(
+        MissingDependencyError, match=r"flash-attn.*`attn_implementation: sdpa` works everywhere"
+    ):
         actor(folder, attn_implementation="fa2")
 
 
@@ -240,17 +272,25 @@ def test_a_trainable_actor(folder):
     assert model.is_gradient_checkpointing
     assert model.config.use_cache is False
     assert model.generation_config.use_cache is True
-    assert not actor(folder, is_trainable=True, disable_gradient_checkpointing=True).is_gradient_checkpointing
+    assert not actor(
+        folder, is_trainable=True, disable_gradient_checkpointing=True
+    ).is_gradient_checkpointing
     assert not actor(folder).is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("settings", [{}, {"lora_target": "all"}, {"freeze_module_prefix": "model.embed_tokens"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"lora_target": "all"}, {"freeze_module_prefix": "model.embed_tokens"}]
+)
 def test_gradient_checkpointing_gives_the_same_gradients(tmp_path, settings, reentrant):
     folder = make_model_folder(tmp_path, tied=False)
     torch.manual_seed(0)
-    expected = gradients(actor(folder, is_trainable=True, disable_gradient_checkpointing=True, **settings))
-    model = actor(folder, is_trainable=True, gradient_checkpointing_use_reentrant=reentrant, **settings)
+    expected = gradients(
+        actor(folder, is_trainable=True, disable_gradient_checkpointing=True, **settings)
+    )
+    model = actor(
+        folder, is_trainable=True, gradient_checkpointing_use_reentrant=reentrant, **settings
+    )
     layer = base_model(model).model.layers[0]
     calls = []
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -262,7 +302,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(tmp_path, settings, ree
 
 def test_freezing_by_prefix(tmp_path):
     folder = make_model_folder(tmp_path, tied=False, num_hidden_layers=11)
-    model = actor(folder, is_trainable=True, freeze_module_prefix="model.embed_tokens, model.layers.1")
+    model = actor(
+        folder, is_trainable=True, freeze_module_prefix="model.embed_tokens, model.layers.1"
+    )
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert "model.embed_tokens.weight" in frozen
     assert {name.split(".")[2] for name in frozen if "layers" in name} == {"1"}  # and not layer 10
@@ -270,7 +312,9 @@ def test_freezing_by_prefix(tmp_path):
 
 
 def test_freezing_nothing_or_everything_is_an_error(folder):
-    with pytest.raises(ConfigError, match=r"lies in 'model.embed_token'; nearest names: model.embed_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"lies in 'model.embed_token'; nearest names: model.embed_tokens"
+    ):
         actor(folder, is_trainable=True, freeze_module_prefix="model.embed_token")
     with pytest.raises(ConfigError, match="freezes the whole model"):
         actor(folder, is_trainable=True, freeze_module_prefix="model")
@@ -278,7 +322,12 @@ def test_freezing_nothing_or_everything_is_an_error(folder):
         actor(folder, is_trainable=True, freeze_module_prefix="model.norm", lora_target="all")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     freeze_by_prefix(model, ["0.weight"])
-    assert [parameter.requires_grad for parameter in model.parameters()] == [False, True, True, True]
+    assert [parameter.requires_grad for parameter in model.parameters()] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_lora_actor_trains_only_its_adapter(folder, caplog):
@@ -314,14 +363,18 @@ def test_a_value_model_has_one_value_per_token_and_no_dropout(folder):
     assert torch.equal(model(**batch).logits, values)  # in training mode
     assert same_weights(model.model, tiny_model().model)
     torch.manual_seed(0)
-    assert same_weights(model, default_value_model_provider(tiny_tokenizer(), args(folder), None, False))
+    assert same_weights(
+        model, default_value_model_provider(tiny_tokenizer(), args(folder), None, False)
+    )
     torch.manual_seed(1)
     other = default_value_model_provider(tiny_tokenizer(), args(folder), None, False)
     assert not torch.equal(model.score.weight, other.score.weight)
 
 
 def test_a_value_model_with_lora_trains_its_new_head(folder):
-    model = default_value_model_provider(tiny_tokenizer(), args(folder, lora_target="q_proj"), None, True)
+    model = default_value_model_provider(
+        tiny_tokenizer(), args(folder, lora_target="q_proj"), None, True
+    )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "base_model.model.score.modules_to_save.default.weight" in trained
     assert model(**tiny_batch([4])).logits.shape == (1, 4, 1)
@@ -351,7 +404,9 @@ def test_reward_models(tmp_path, auto_class, model_type, shape):
 
 
 def test_a_reward_model_that_is_only_used_must_bring_its_head(folder):
-    with pytest.raises(ConfigError, match=r"lacks weights that Qwen2ForSequenceClassification needs: score.weight"):
+    with pytest.raises(
+        ConfigError, match=r"lacks weights that Qwen2ForSequenceClassification needs: score.weight"
+    ):
         default_reward_model_provider(tiny_tokenizer(), args(folder))
     model = default_reward_model_provider(tiny_tokenizer(), args(folder), None, True)
     assert model.score.weight.requires_grad
@@ -360,8 +415,13 @@ def test_a_reward_model_that_is_only_used_must_bring_its_head(folder):
 def test_reward_model_errors(tmp_path, folder):
     with pytest.raises(ConfigError, match="a reward model is one of"):
         default_reward_model_provider(tiny_tokenizer(), args(folder, model_type="trl"))
-    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"num_labels.*\n  score.weight: saved \(1, 64\), the config says \(3, 64\)"):
+    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"num_labels.*\n  score.weight: saved \(1, 64\), the config says \(3, 64\)",
+    ):
         default_reward_model_provider(tiny_tokenizer(), args(tmp_path, num_labels=3))
 
 

@@ -28,7 +28,9 @@ def test_weights_depend_on_the_seed_alone(tmp_path: Path):
     torch.manual_seed(99)
     state = torch.get_rng_state()
     weights = [
-        AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / name, "ab", seed=seed)).lm_head.weight
+        AutoModelForCausalLM.from_pretrained(
+            make_tiny_model(tmp_path / name, "ab", seed=seed)
+        ).lm_head.weight
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
@@ -41,7 +43,9 @@ def test_all_of_ascii_goes_in_and_comes_out():
     assert len(ids) == len(ASCII) and tokenizer.decode(ids) == ASCII
 
 
-@pytest.mark.parametrize(("characters", "found"), [("aba", r"\['a'\] more than once"), ("é", "é"), ("", "none")])
+@pytest.mark.parametrize(
+    ("characters", "found"), [("aba", r"\['a'\] more than once"), ("é", "é"), ("", "none")]
+)
 def test_bad_characters(characters, found):
     with pytest.raises(ConfigError, match=f"expected different ASCII characters, found .*{found}"):
         character_tokenizer(characters)

@@ -35,7 +35,9 @@ SIZES = {
 CONFIGS = {
     "gemma": lambda: GemmaConfig(**SIZES),
     "granite": lambda: tiny_config("granite"),
-    "llama": lambda: tiny_config("llama", num_attention_heads=4, num_key_value_heads=1, head_dim=16),
+    "llama": lambda: tiny_config(
+        "llama", num_attention_heads=4, num_key_value_heads=1, head_dim=16
+    ),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "olmo2": lambda: Olmo2Config(**SIZES),
     "phi3": lambda: Phi3Config(**SIZES),
@@ -56,7 +58,10 @@ def test_two_rows_by_hand():
     tree = token_tree(*batch_of([[5, 6, 7], [5, 6, 8, 9]]))
     assert tree.ids_1N.tolist() == [[5, 6, 7, 8, 9]]
     assert tree.positions_1N.tolist() == [[0, 1, 2, 2, 3]]
-    assert tree.node_BS.tolist() == [[0, 1, 2, 0], [0, 1, 3, 4]]  # padding has the node of the first cell
+    assert tree.node_BS.tolist() == [
+        [0, 1, 2, 0],
+        [0, 1, 3, 4],
+    ]  # padding has the node of the first cell
     assert tree.cell_N.tolist() == [0, 1, 2, 6, 7]
 
 
@@ -82,11 +87,15 @@ def test_prefixes_with_one_hash_are_found_out(monkeypatch):
     monkeypatch.setattr(module, "_prefix_hashes", lambda ids: torch.zeros_like(ids))
     assert token_tree(*batch_of([[1, 2, 3], [4, 5, 6]])) is None
     # Only the column is hashed: cells of one column meet although what stands before them differs.
-    monkeypatch.setattr(module, "_prefix_hashes", lambda ids: torch.arange(ids.shape[1]).expand_as(ids))
+    monkeypatch.setattr(
+        module, "_prefix_hashes", lambda ids: torch.arange(ids.shape[1]).expand_as(ids)
+    )
     assert token_tree(*batch_of([[1, 2, 3], [4, 2, 3]])) is None
 
 
-rows_strategy = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
+rows_strategy = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,7 +114,9 @@ def test_nodes_are_the_distinct_prefixes(rows, extra):
             assert node_of.setdefault(tuple(row[: stop + 1]), node) == node
             assert tree.ids_1N[0, node] == row[stop] and tree.positions_1N[0, node] == stop
     cells = tree.cell_N.tolist()
-    assert cells == sorted(cells) and tree.node_BS.flatten()[tree.cell_N].tolist() == list(range(len(cells)))
+    assert cells == sorted(cells) and tree.node_BS.flatten()[tree.cell_N].tolist() == list(
+        range(len(cells))
+    )
 
 
 def groups_of_rows():
@@ -175,7 +186,9 @@ def test_nodes_that_fill_up_a_round_number():
 
 def test_values_per_token():
     torch.manual_seed(0)
-    model = AutoModelForTokenClassification.from_config(tiny_config("qwen2", num_labels=1, classifier_dropout=0.0))
+    model = AutoModelForTokenClassification.from_config(
+        tiny_config("qwen2", num_labels=1, classifier_dropout=0.0)
+    )
     assert use_token_tree(model)
     check_same(model, lambda output: output)
 
@@ -185,8 +198,12 @@ def test_padded_and_cached_forwards_are_as_before():
     use_token_tree(prepared)
     ids, mask = groups_of_rows()
     with torch.no_grad():
-        assert torch.equal(model(ids, attention_mask=mask).logits, prepared(ids, attention_mask=mask).logits)
-        one, two = (m.generate(ids[:, :8], max_new_tokens=5, do_sample=False) for m in (model, prepared))
+        assert torch.equal(
+            model(ids, attention_mask=mask).logits, prepared(ids, attention_mask=mask).logits
+        )
+        one, two = (
+            m.generate(ids[:, :8], max_new_tokens=5, do_sample=False) for m in (model, prepared)
+        )
     assert torch.equal(one, two)
 
 

@@ -24,5 +24,7 @@ def test_one_column_is_its_value() -> None:
 
 def test_heads_that_cannot_be_shared_evenly() -> None:
     query, keys, values, first, stop = decode_inputs(2, 5, 2, 6, 8, torch.float32, "cpu", 0)
-    with pytest.raises(ValueError, match="5 heads of the query cannot share 2 heads of keys evenly"):
+    with pytest.raises(
+        ValueError, match="5 heads of the query cannot share 2 heads of keys evenly"
+    ):
         decode_attention(query, keys, values, first, stop, 1.0)

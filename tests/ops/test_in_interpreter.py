@@ -17,12 +17,26 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is inside the interpreter already")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="is inside the interpreter already"
+)
 @pytest.mark.parametrize("file", sorted(HERE.glob("test_triton_*.py")), ids=lambda path: path.stem)
 def test_kernels_in_the_interpreter(file: Path) -> None:
     # OMP_NUM_THREADS: several test processes share the cores.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parents[1])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(file),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=HERE.parents[1]
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout

@@ -45,21 +45,40 @@ def run(given: dict[str, Tensor], **options: Any) -> list[Tensor]:
     """log_probs, entropy and the gradients of hidden, weight and bias."""
     parts = [given[name].detach().requires_grad_() for name in ("hidden", "weight", "bias")]
     log_probs, entropy = linear_log_probs(
-        parts[0], parts[1], given["labels"], mask=given["mask"], bias=parts[2], with_entropy=True, **options
+        parts[0],
+        parts[1],
+        given["labels"],
+        mask=given["mask"],
+        bias=parts[2],
+        with_entropy=True,
+        **options,
     )
     assert entropy is not None
     grads = [given["grad_log_probs"].to(log_probs.dtype), given["grad_entropy"].to(log_probs.dtype)]
     torch.autograd.backward([log_probs, entropy], grads)
-    return [log_probs.detach(), entropy.detach(), *(part.grad for part in parts if part.grad is not None)]
+    return [
+        log_probs.detach(),
+        entropy.detach(),
+        *(part.grad for part in parts if part.grad is not None),
+    ]
 
 
-def run_plain(given: dict[str, Tensor], dtype: torch.dtype, upcast: bool = False, **options: Any) -> list[Tensor]:
+def run_plain(
+    given: dict[str, Tensor], dtype: torch.dtype, upcast: bool = False, **options: Any
+) -> list[Tensor]:
     """The same from a logits tensor: matrix product in `dtype`, then float32 if `upcast`."""
     temperature = options.pop("temperature", 1.0)
-    parts = [given[name].detach().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
+    parts = [
+        given[name].detach().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")
+    ]
     logits = LinearLogits(*parts, **options).materialize()
-    results = reference(logits.float() if upcast else logits, given["labels"], given["mask"], temperature)
-    grads = [given["grad_log_probs"].to(results[1].dtype), given["grad_entropy"].to(results[1].dtype)]
+    results = reference(
+        logits.float() if upcast else logits, given["labels"], given["mask"], temperature
+    )
+    grads = [
+        given["grad_log_probs"].to(results[1].dtype),
+        given["grad_entropy"].to(results[1].dtype),
+    ]
     torch.autograd.backward(list(results), grads)
     return [*(result.detach() for result in results), *(part.grad for part in parts)]
 
@@ -76,7 +95,11 @@ def test_numbers_by_hand() -> None:
 
 def test_uniform_logits() -> None:
     log_probs, entropy = linear_log_probs(
-        torch.zeros(4, 3), torch.randn(11, 3), torch.tensor([0, 3, 10, 5]), with_entropy=True, temperature=0.3
+        torch.zeros(4, 3),
+        torch.randn(11, 3),
+        torch.tensor([0, 3, 10, 5]),
+        with_entropy=True,
+        temperature=0.3,
     )
     torch.testing.assert_close(log_probs, torch.full((4,), -math.log(11)))
     torch.testing.assert_close(entropy, torch.full((4,), math.log(11)))
@@ -88,7 +111,9 @@ def test_results_and_gradients_equal_the_plain_way(
     dtype: torch.dtype, tolerance: float, options: dict[str, Any]
 ) -> None:
     given = inputs(dtype=dtype)
-    for found, expected in zip(run(given, **options), run_plain(given, torch.float64, **options), strict=True):
+    for found, expected in zip(
+        run(given, **options), run_plain(given, torch.float64, **options), strict=True
+    ):
         assert relative_error(found, expected) < tolerance
         assert found.shape == expected.shape
 
@@ -120,17 +145,29 @@ def test_low_precision_is_no_less_exact_than_logits_of_that_precision(
     seed=st.integers(0, 2**16),
 )
 def test_any_shape_any_chunk(
-    rows: int, hidden_size: int, vocab: int, chunk_rows: int | None, options: dict[str, Any], seed: int
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    chunk_rows: int | None,
+    options: dict[str, Any],
+    seed: int,
 ) -> None:
     given = inputs((rows,), hidden_size, vocab, seed=seed)
-    ours, plain = run(given, chunk_rows=chunk_rows, **options), run_plain(given, torch.float64, **options)
+    ours, plain = (
+        run(given, chunk_rows=chunk_rows, **options),
+        run_plain(given, torch.float64, **options),
+    )
     for found, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"chunk_rows": 2}, {"scale": 2.0, "soft_cap": 1.5, "temperature": 0.5, "vocab_size": 4, "chunk_rows": 1}],
+    [
+        {},
+        {"chunk_rows": 2},
+        {"scale": 2.0, "soft_cap": 1.5, "temperature": 0.5, "vocab_size": 4, "chunk_rows": 1},
+    ],
     ids=str,
 )
 def test_gradcheck(options: dict[str, Any]) -> None:
@@ -138,7 +175,9 @@ def test_gradcheck(options: dict[str, Any]) -> None:
     labels, mask = given["labels"].clamp(max=3), torch.tensor([[1, 1], [0, 1]])
 
     def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
-        return linear_log_probs(hidden, weight, labels, mask=mask, bias=bias, with_entropy=True, **options)
+        return linear_log_probs(
+            hidden, weight, labels, mask=mask, bias=bias, with_entropy=True, **options
+        )
 
     assert torch.autograd.gradcheck(both, (given["hidden"], given["weight"], given["bias"]))
 
@@ -161,7 +200,10 @@ def test_the_size_of_a_piece_changes_nothing(
 def test_several_bands_of_rows_do_not_round_the_weight_gradient_one_by_one() -> None:
     given = inputs(rows=(256,), hidden_size=16, vocab=50, dtype=torch.bfloat16)
     exact = run_plain(given, torch.float64)
-    few, many = ((run(given, chunk_rows=rows)[3].double() - exact[3]).norm() / exact[3].norm() for rows in (256, 2))
+    few, many = (
+        (run(given, chunk_rows=rows)[3].double() - exact[3]).norm() / exact[3].norm()
+        for rows in (256, 2)
+    )
     assert many < 1.3 * few
 
 
@@ -172,13 +214,19 @@ def test_what_is_masked_out_may_hold_anything(poison: float) -> None:
     out = ~given["mask"]
     poisoned = dict(given)
     poisoned["hidden"] = given["hidden"].detach().masked_fill(out.unsqueeze(-1), poison)
-    poisoned["labels"] = given["labels"].masked_fill(out, -100).index_put((out,), torch.tensor(2**40))
+    poisoned["labels"] = (
+        given["labels"].masked_fill(out, -100).index_put((out,), torch.tensor(2**40))
+    )
     poisoned["grad_log_probs"] = given["grad_log_probs"].masked_fill(out, poison)
     poisoned["grad_entropy"] = given["grad_entropy"].masked_fill(out, poison)
     for found, expected in zip(run(poisoned), clean, strict=True):
         assert torch.equal(found, expected)
     log_probs, _, grad_hidden, *_ = clean
-    assert (log_probs[out] == 0).all() and (grad_hidden[out] == 0).all() and (grad_hidden[~out] != 0).any()
+    assert (
+        (log_probs[out] == 0).all()
+        and (grad_hidden[out] == 0).all()
+        and (grad_hidden[~out] != 0).any()
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
@@ -193,7 +241,13 @@ def test_an_empty_mask_gives_connected_zeros() -> None:
     given["mask"] = torch.zeros_like(given["mask"])
     given["hidden"] = torch.full_like(given["hidden"], math.nan)
     results = run(given)
-    assert [tuple(result.shape) for result in results] == [(3, 5), (3, 5), (3, 5, 8), (37, 8), (37,)]
+    assert [tuple(result.shape) for result in results] == [
+        (3, 5),
+        (3, 5),
+        (3, 5, 8),
+        (37, 8),
+        (37,),
+    ]
     assert all((result == 0).all() for result in results)
 
 
@@ -210,14 +264,26 @@ def test_one_token_and_a_vocabulary_of_one() -> None:
 
 @pytest.mark.parametrize(
     ("needed", "num_products"),
-    [(("hidden", "weight"), 3), (("hidden",), 2), (("weight",), 2), (("bias",), 1), (("hidden", "bias"), 2), ((), 0)],
+    [
+        (("hidden", "weight"), 3),
+        (("hidden",), 2),
+        (("weight",), 2),
+        (("bias",), 1),
+        (("hidden", "bias"), 2),
+        ((), 0),
+    ],
 )
 def test_only_required_gradients(needed: tuple[str, ...], num_products: int) -> None:
     given = inputs()
     full = dict(zip(("hidden", "weight", "bias"), run(given)[2:], strict=True))
     parts = {name: given[name].detach().requires_grad_(name in needed) for name in full}
     log_probs, entropy = linear_log_probs(
-        parts["hidden"], parts["weight"], given["labels"], mask=given["mask"], bias=parts["bias"], with_entropy=True
+        parts["hidden"],
+        parts["weight"],
+        given["labels"],
+        mask=given["mask"],
+        bias=parts["bias"],
+        with_entropy=True,
     )
     assert entropy is not None and log_probs.requires_grad == bool(needed)
     with TensorWatch() as backward:
@@ -239,7 +305,9 @@ def test_gradients_from_one_of_the_two_results(which: int) -> None:
     expected = reference(hidden @ given["weight"].T, given["labels"])
     with TensorWatch() as backward:
         [found_grad] = torch.autograd.grad(results[which].sum(), hidden)
-    assert ("addcmul" in backward.operations) == (which == 1)  # the pass that only the entropy needs
+    assert ("addcmul" in backward.operations) == (
+        which == 1
+    )  # the pass that only the entropy needs
     [expected_grad] = torch.autograd.grad(expected[which].sum(), hidden)
     torch.testing.assert_close(found_grad, expected_grad)
 
@@ -256,20 +324,27 @@ def test_training_and_inference_agree_to_the_last_bit() -> None:
 
 def test_results_may_be_changed_in_place() -> None:
     given = inputs()
-    log_probs, entropy = linear_log_probs(given["hidden"], given["weight"], given["labels"], with_entropy=True)
+    log_probs, entropy = linear_log_probs(
+        given["hidden"], given["weight"], given["labels"], with_entropy=True
+    )
     assert entropy is not None
     log_probs.mul_(2.0)
     entropy.masked_fill_(~given["mask"], 0.0)
     [found] = torch.autograd.grad((log_probs + entropy).sum(), given["hidden"])
     expected = reference(given["hidden"] @ given["weight"].T, given["labels"])
     assert expected[0] is not None
-    [grad] = torch.autograd.grad((2.0 * expected[0] + expected[1] * given["mask"]).sum(), given["hidden"])
+    [grad] = torch.autograd.grad(
+        (2.0 * expected[0] + expected[1] * given["mask"]).sum(), given["hidden"]
+    )
     torch.testing.assert_close(found, grad)
 
 
 def test_a_tied_weight_gets_both_contributions() -> None:
     ids, labels = torch.tensor([0, 3, 2]), torch.tensor([3, 2, 1])
-    found, expected = (torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for _ in "ab")
+    found, expected = (
+        torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for _ in "ab"
+    )
     found.requires_grad_()
     expected.requires_grad_()
     linear_log_probs(found[ids], found, labels)[0].sum().backward()
@@ -285,7 +360,9 @@ def test_strides_do_not_matter() -> None:
     strided["bias"] = given["bias"].detach().repeat_interleave(2)[::2]
     strided["labels"] = given["labels"].t().contiguous().t()
     strided["mask"] = given["mask"].t().contiguous().t()
-    assert not any(strided[name].is_contiguous() for name in ("hidden", "weight", "bias", "labels", "mask"))
+    assert not any(
+        strided[name].is_contiguous() for name in ("hidden", "weight", "bias", "labels", "mask")
+    )
     for found, expected in zip(run(strided), run(given), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -312,7 +389,9 @@ def test_a_broken_model_does_not_look_healthy() -> None:
     given = inputs()
     hidden = given["hidden"].detach().clone()
     hidden[0, 0] = math.nan
-    log_probs, entropy = linear_log_probs(hidden, given["weight"], given["labels"], with_entropy=True)
+    log_probs, entropy = linear_log_probs(
+        hidden, given["weight"], given["labels"], with_entropy=True
+    )
     assert entropy is not None
     assert log_probs[0, 0].isnan() and entropy[0, 0].isnan()
     assert log_probs.isnan().sum() == entropy.isnan().sum() == 1
@@ -321,15 +400,26 @@ def test_a_broken_model_does_not_look_healthy() -> None:
 def test_the_gradient_of_a_sure_token_keeps_its_digits() -> None:
     """1 - p is 0.0035 here: p rounded to bfloat16 before the subtraction would make it 0.0039 or 0."""
     weight = torch.tensor([[6.5], [0.0], [0.3]])
-    found, expected = weight.bfloat16().requires_grad_(), weight.bfloat16().double().requires_grad_()
-    linear_log_probs(torch.ones(1, 1, dtype=torch.bfloat16), found, torch.tensor([0]))[0].sum().backward()
-    reference(torch.ones(1, 1, dtype=torch.float64) @ expected.T, torch.tensor([0]))[0].sum().backward()
+    found, expected = (
+        weight.bfloat16().requires_grad_(),
+        weight.bfloat16().double().requires_grad_(),
+    )
+    linear_log_probs(torch.ones(1, 1, dtype=torch.bfloat16), found, torch.tensor([0]))[
+        0
+    ].sum().backward()
+    reference(torch.ones(1, 1, dtype=torch.float64) @ expected.T, torch.tensor([0]))[
+        0
+    ].sum().backward()
     torch.testing.assert_close(found.grad.double(), expected.grad, rtol=4e-3, atol=0)
 
 
-def test_no_tensor_of_the_size_of_the_logits_is_made_or_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_the_size_of_the_logits_is_made_or_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     num_rows, hidden_size, vocab, chunk_rows = 96, 4, 5000, 8
-    monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1 << 20, 1 << 16, 16, 64))
+    monkeypatch.setattr(
+        softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1 << 20, 1 << 16, 16, 64)
+    )
     given = inputs((num_rows,), hidden_size, vocab, dtype=torch.float32)
     saved: list[int] = []
 
@@ -337,7 +427,10 @@ def test_no_tensor_of_the_size_of_the_logits_is_made_or_saved(monkeypatch: pytes
         saved.append(tensor.numel())
         return tensor
 
-    with TensorWatch() as ours, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        TensorWatch() as ours,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         run({**given, "mask": torch.ones(num_rows)}, chunk_rows=chunk_rows)
     with TensorWatch() as plain:
         run_plain({**given, "mask": torch.ones(num_rows)}, torch.float32)
@@ -372,22 +465,34 @@ def test_kept_logits_save_products_and_change_nothing(
 
 def test_kept_logits_serve_one_backward_and_the_next_one_makes_them_again() -> None:
     given = inputs()
-    log_probs, _ = linear_log_probs(given["hidden"], given["weight"], given["labels"], keep_bytes=1 << 20)
-    first, second = (torch.autograd.grad(log_probs.sum(), given["hidden"], retain_graph=True)[0] for _ in range(2))
+    log_probs, _ = linear_log_probs(
+        given["hidden"], given["weight"], given["labels"], keep_bytes=1 << 20
+    )
+    first, second = (
+        torch.autograd.grad(log_probs.sum(), given["hidden"], retain_graph=True)[0]
+        for _ in range(2)
+    )
     assert torch.equal(first, second)
 
 
 def test_nothing_is_kept_without_a_gradient() -> None:
     given = inputs(rows=(64,), vocab=1000)
-    for context, hidden in ((torch.no_grad(), given["hidden"]), (torch.enable_grad(), given["hidden"].detach())):
+    for context, hidden in (
+        (torch.no_grad(), given["hidden"]),
+        (torch.enable_grad(), given["hidden"].detach()),
+    ):
         with context, TensorWatch() as watch:
-            linear_log_probs(hidden, given["weight"].detach(), given["labels"], chunk_rows=8, keep_bytes=1 << 30)
+            linear_log_probs(
+                hidden, given["weight"].detach(), given["labels"], chunk_rows=8, keep_bytes=1 << 30
+            )
         assert watch.largest < 64 * 1000
 
 
 def test_an_unused_result_costs_no_backward() -> None:
     given = inputs()
-    log_probs, entropy = linear_log_probs(given["hidden"], given["weight"], given["labels"], with_entropy=True)
+    log_probs, entropy = linear_log_probs(
+        given["hidden"], given["weight"], given["labels"], with_entropy=True
+    )
     assert entropy is not None
     with TensorWatch() as watch:
         (log_probs.detach().sum() + given["hidden"].sum()).backward()
@@ -400,7 +505,9 @@ def test_autocast_runs_the_products_in_its_dtype() -> None:
     expected = run({**given, **low})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = run(given)
-        mixed, _ = linear_log_probs(low["hidden"], given["weight"], given["labels"], bias=given["bias"])
+        mixed, _ = linear_log_probs(
+            low["hidden"], given["weight"], given["labels"], bias=given["bias"]
+        )
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert all(result.dtype == torch.float32 for result in found)
     for grad, low_grad in zip(found[2:], expected[2:], strict=True):
@@ -418,7 +525,9 @@ def test_autocast_leaves_float64_alone() -> None:
 def test_a_second_derivative_is_refused() -> None:
     given = inputs()
     log_probs, _ = linear_log_probs(given["hidden"], given["weight"], given["labels"])
-    with pytest.raises(RuntimeError, match=r"linear_log_probs has no second derivative.*materialize"):
+    with pytest.raises(
+        RuntimeError, match=r"linear_log_probs has no second derivative.*materialize"
+    ):
         torch.autograd.grad(log_probs.sum(), given["hidden"], create_graph=True)
 
 
@@ -431,13 +540,19 @@ def test_a_selected_label_outside_the_vocabulary(label: int, position: list[int]
         linear_log_probs(given["hidden"], given["weight"], given["labels"], mask=mask)
     assert f"labels{position} = {label} is not in the vocabulary of 37 tokens" in str(error.value)
     mask[tuple(position)] = 0
-    assert linear_log_probs(given["hidden"], given["weight"], given["labels"], mask=mask)[0].isfinite().all()
+    assert (
+        linear_log_probs(given["hidden"], given["weight"], given["labels"], mask=mask)[0]
+        .isfinite()
+        .all()
+    )
 
 
 def test_a_label_in_the_padding_of_the_vocabulary() -> None:
     given = inputs()
     given["labels"][1, 1] = given["labels"][2, 0] = 35
-    with pytest.raises(IndexError, match=r"labels\[1, 1\] = 35 is not in the vocabulary of 35 tokens \(1 more"):
+    with pytest.raises(
+        IndexError, match=r"labels\[1, 1\] = 35 is not in the vocabulary of 35 tokens \(1 more"
+    ):
         linear_log_probs(given["hidden"], given["weight"], given["labels"], vocab_size=35)
 
 

@@ -20,7 +20,9 @@ from roll.ops.log_probs import (
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def both_from_logits(
@@ -34,18 +36,24 @@ def both_from_logits(
             result = entropy_from_logits(leaf, mask=mask, temperature=temperature)
         else:
             result = log_probs_from_logits(leaf, labels, mask=mask, temperature=temperature)
-        result.backward(torch.arange(1.0, 1.0 + result.numel(), dtype=result.dtype).view(result.shape))
+        result.backward(
+            torch.arange(1.0, 1.0 + result.numel(), dtype=result.dtype).view(result.shape)
+        )
         results += [result.detach(), leaf.grad]
     return results
 
 
-def both_plainly(logits: Tensor, labels: Tensor, mask: Tensor | None = None, temperature: float = 1.0) -> list[Tensor]:
+def both_plainly(
+    logits: Tensor, labels: Tensor, mask: Tensor | None = None, temperature: float = 1.0
+) -> list[Tensor]:
     results = []
     for which in (0, 1):
         leaf = logits.detach().double().requires_grad_()
         result = reference(leaf, labels, mask, temperature)[which]
         assert result is not None
-        result.backward(torch.arange(1.0, 1.0 + result.numel(), dtype=result.dtype).view(result.shape))
+        result.backward(
+            torch.arange(1.0, 1.0 + result.numel(), dtype=result.dtype).view(result.shape)
+        )
         results += [result.detach(), leaf.grad]
     return results
 
@@ -53,12 +61,15 @@ def both_plainly(logits: Tensor, labels: Tensor, mask: Tensor | None = None, tem
 def test_numbers_by_hand() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [5.0, 5.0]])
     torch.testing.assert_close(
-        log_probs_from_logits(logits, torch.tensor([1, 0])), torch.tensor([math.log(0.75), math.log(0.5)])
+        log_probs_from_logits(logits, torch.tensor([1, 0])),
+        torch.tensor([math.log(0.75), math.log(0.5)]),
     )
     expected = [-0.25 * math.log(0.25) - 0.75 * math.log(0.75), math.log(2.0)]
     torch.testing.assert_close(entropy_from_logits(logits), torch.tensor(expected))
     # Temperature 0.5 doubles the logits: odds of 9 to 1.
-    found = log_probs_from_logits(logits, torch.tensor([1, 0]), mask=torch.tensor([1, 0]), temperature=0.5)
+    found = log_probs_from_logits(
+        logits, torch.tensor([1, 0]), mask=torch.tensor([1, 0]), temperature=0.5
+    )
     torch.testing.assert_close(found, torch.tensor([math.log(0.9), 0.0]))
 
 
@@ -82,7 +93,11 @@ def test_results_and_gradients_equal_the_plain_way(
     expected = both_plainly(logits, labels, mask, temperature)
     for ours, plain, limit in zip(found, expected, [tolerance, grad_tolerance] * 2, strict=True):
         assert relative_error(ours, plain) < limit
-    assert found[0].dtype == found[2].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (
+        found[0].dtype
+        == found[2].dtype
+        == (torch.float64 if dtype == torch.float64 else torch.float32)
+    )
     assert found[1].dtype == found[3].dtype == dtype
 
 
@@ -99,9 +114,13 @@ def test_any_shape_and_stride(shape: list[int], vocab: int, step: int, cut: int,
     whole = random(*(size * step + cut for size in shape), vocab + cut, seed=seed)
     index = (*(slice(0, size * step, step) for size in shape), slice(0, vocab))
     logits = whole[index]
-    labels = torch.randint(0, vocab, logits.shape[:-1], generator=torch.Generator().manual_seed(seed))
+    labels = torch.randint(
+        0, vocab, logits.shape[:-1], generator=torch.Generator().manual_seed(seed)
+    )
     mask = random(*labels.shape, seed=seed + 1) > 0
-    for found, expected in zip(both_from_logits(logits, labels, mask), both_plainly(logits, labels, mask), strict=True):
+    for found, expected in zip(
+        both_from_logits(logits, labels, mask), both_plainly(logits, labels, mask), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -118,12 +137,18 @@ def test_any_shape_and_stride(shape: list[int], vocab: int, step: int, cut: int,
 )
 def test_strides_that_a_model_may_return(logits: Tensor) -> None:
     labels = torch.randint(0, 6, logits.shape[:-1])
-    for found, expected in zip(both_from_logits(logits, labels), both_plainly(logits, labels), strict=True):
+    for found, expected in zip(
+        both_from_logits(logits, labels), both_plainly(logits, labels), strict=True
+    ):
         torch.testing.assert_close(found, expected)
 
 
 def test_gradcheck() -> None:
-    logits, labels, mask = random(2, 3, 4).requires_grad_(), torch.tensor([[0, 3, 1], [2, 2, 0]]), torch.eye(2, 3)
+    logits, labels, mask = (
+        random(2, 3, 4).requires_grad_(),
+        torch.tensor([[0, 3, 1], [2, 2, 0]]),
+        torch.eye(2, 3),
+    )
     assert torch.autograd.gradcheck(
         lambda x: (
             log_probs_from_logits(x[:, :-1], labels[:, 1:], mask=mask[:, 1:], temperature=0.7),
@@ -135,7 +160,11 @@ def test_gradcheck() -> None:
 
 
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, labels, mask = random(50, 64, dtype=torch.float32), torch.randint(0, 64, (50,)), random(50) > 0
+    logits, labels, mask = (
+        random(50, 64, dtype=torch.float32),
+        torch.randint(0, 64, (50,)),
+        random(50) > 0,
+    )
     whole, masked = both_from_logits(logits, labels), both_from_logits(logits, labels, mask)
     monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1, 7 * 64 * 4, 1, 1))
     for found, expected in zip(both_from_logits(logits, labels), whole, strict=True):
@@ -149,7 +178,9 @@ def test_what_is_masked_out_may_hold_anything(poison: float) -> None:
     logits, labels = random(4, 5, 7, dtype=torch.float32), torch.randint(0, 7, (4, 5))
     mask = random(4, 5) > 0
     clean = both_from_logits(logits, labels, mask)
-    poisoned = both_from_logits(logits.masked_fill(~mask.unsqueeze(-1), poison), labels.masked_fill(~mask, -100), mask)
+    poisoned = both_from_logits(
+        logits.masked_fill(~mask.unsqueeze(-1), poison), labels.masked_fill(~mask, -100), mask
+    )
     for found, expected in zip(poisoned, clean, strict=True):
         assert torch.equal(found, expected)
     assert (clean[1][~mask] == 0).all() and (clean[1][mask] != 0).any()
@@ -159,7 +190,10 @@ def test_tokens_that_cannot_occur() -> None:
     logits = random(2, 5).requires_grad_()
     forbidden = torch.tensor([True, False, False, True, False])
     masked = logits.masked_fill(forbidden, -math.inf)
-    log_probs, entropy = log_probs_from_logits(masked, torch.tensor([1, 4])), entropy_from_logits(masked)
+    log_probs, entropy = (
+        log_probs_from_logits(masked, torch.tensor([1, 4])),
+        entropy_from_logits(masked),
+    )
     (log_probs * 3 + entropy * 2).sum().backward()
     small = logits.detach()[:, ~forbidden].requires_grad_()
     expected = reference(small, torch.tensor([0, 2]))
@@ -175,7 +209,10 @@ def test_tokens_that_cannot_occur() -> None:
 def test_a_label_that_cannot_occur(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]], dtype=dtype, requires_grad=True)
     log_probs, entropy = next_token_log_probs(
-        torch.stack([logits, logits], 1), torch.tensor([[0, 1]]), torch.ones(1, 2), with_entropy=True
+        torch.stack([logits, logits], 1),
+        torch.tensor([[0, 1]]),
+        torch.ones(1, 2),
+        with_entropy=True,
     )
     assert entropy is not None
     assert log_probs.tolist() == [[-math.inf]]
@@ -187,7 +224,10 @@ def test_a_label_that_cannot_occur(dtype: torch.dtype) -> None:
 
 def test_a_row_without_any_possible_token() -> None:
     logits = torch.full((1, 4), -math.inf, requires_grad=True)
-    log_probs, entropy = log_probs_from_logits(logits, torch.tensor([2])), entropy_from_logits(logits)
+    log_probs, entropy = (
+        log_probs_from_logits(logits, torch.tensor([2])),
+        entropy_from_logits(logits),
+    )
     assert log_probs.tolist() == [-math.inf] and entropy.tolist() == [0.0]
     (log_probs + entropy).sum().backward()
     assert logits.grad.tolist() == [[0.0, 0.0, 1.0, 0.0]]
@@ -203,13 +243,20 @@ def test_a_broken_model_does_not_look_healthy(value: float) -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[1e4, 0.0], [-1e4, -2e4], [3e38, -3e38]])
-    torch.testing.assert_close(log_probs_from_logits(logits, torch.tensor([1, 0, 0])), torch.tensor([-1e4, 0.0, 0.0]))
+    torch.testing.assert_close(
+        log_probs_from_logits(logits, torch.tensor([1, 0, 0])), torch.tensor([-1e4, 0.0, 0.0])
+    )
     assert entropy_from_logits(logits).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_backward_makes_one_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_makes_one_tensor_of_the_size_of_the_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(1, 8000, 1, 1))
-    output, ids = random(4, 20, 500, dtype=torch.bfloat16).requires_grad_(), torch.randint(0, 500, (4, 20))
+    output, ids = (
+        random(4, 20, 500, dtype=torch.bfloat16).requires_grad_(),
+        torch.randint(0, 500, (4, 20)),
+    )
     size = output.numel()
     mask = (torch.rand(4, 20, generator=torch.Generator().manual_seed(0)) > 0.3).long()
     with TensorWatch() as forward:
@@ -234,10 +281,17 @@ def test_the_gradient_may_overwrite_the_logits(view: str, with_mask: bool) -> No
     for overwrite in (False, True):
         hidden = random(2, 4, 5, dtype=torch.float32, seed=1).requires_grad_()
         whole = hidden @ weight
-        logits = {"whole": whole[:, :3].contiguous(), "shifted": whole[:, :-1], "columns": whole[:, 1:, :6]}[view]
+        logits = {
+            "whole": whole[:, :3].contiguous(),
+            "shifted": whole[:, :-1],
+            "columns": whole[:, 1:, :6],
+        }[view]
         before = logits.detach().clone()
         log_probs, entropy = log_probs_and_entropy(
-            logits, torch.tensor([[0, 5, 2], [3, 1, 4]]), mask=mask if with_mask else None, overwrite_logits=overwrite
+            logits,
+            torch.tensor([[0, 5, 2], [3, 1, 4]]),
+            mask=mask if with_mask else None,
+            overwrite_logits=overwrite,
         )
         assert entropy is not None
         (log_probs.square() + 0.1 * entropy).sum().backward()
@@ -248,11 +302,17 @@ def test_the_gradient_may_overwrite_the_logits(view: str, with_mask: bool) -> No
 
 def test_an_expanded_tensor_is_not_overwritten() -> None:
     logits = random(1, 4).requires_grad_()
-    log_probs_from_logits(logits.expand(3, 4), torch.tensor([0, 1, 2]), overwrite_logits=True).sum().backward()
-    expected = log_probs_from_logits(logits.detach().repeat(3, 1).requires_grad_(), torch.tensor([0, 1, 2]))
+    log_probs_from_logits(
+        logits.expand(3, 4), torch.tensor([0, 1, 2]), overwrite_logits=True
+    ).sum().backward()
+    expected = log_probs_from_logits(
+        logits.detach().repeat(3, 1).requires_grad_(), torch.tensor([0, 1, 2])
+    )
     assert logits.grad is not None and expected.shape == (3,)
     p = torch.softmax(logits.detach(), -1)
-    torch.testing.assert_close(logits.grad, torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64) - 3 * p)
+    torch.testing.assert_close(
+        logits.grad, torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64) - 3 * p
+    )
 
 
 def test_a_broken_promise_about_the_logits_is_noticed() -> None:
@@ -272,7 +332,11 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"labels": torch.zeros(2, 2, dtype=torch.long)}, ValueError, r"labels has shape \(2, 2\), expected \(2, 3\)"),
+        (
+            {"labels": torch.zeros(2, 2, dtype=torch.long)},
+            ValueError,
+            r"labels has shape \(2, 2\), expected \(2, 3\)",
+        ),
         ({"mask": torch.zeros(2, 4)}, ValueError, r"mask has shape \(2, 4\), expected \(2, 3\)"),
         (
             {"labels": torch.full((2, 3), 9)},
@@ -280,12 +344,21 @@ def test_a_second_derivative_is_refused() -> None:
             r"labels\[0, 0\] = 9 is not in the vocabulary of 5 tokens \(5 m",
         ),
         ({"logits": torch.zeros(2, 3, 0)}, ValueError, r"logits have shape \(2, 3, 0\)"),
-        ({"logits": torch.zeros(2, 3, 5, dtype=torch.long)}, ValueError, r"logits have dtype torch.int64"),
+        (
+            {"logits": torch.zeros(2, 3, 5, dtype=torch.long)},
+            ValueError,
+            r"logits have dtype torch.int64",
+        ),
         ({"temperature": -1.0}, ValueError, r"temperature=-1.0 must be positive"),
     ],
 )
-def test_bad_input_is_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    good: dict[str, Any] = {"logits": torch.zeros(2, 3, 5), "labels": torch.zeros(2, 3, dtype=torch.long)}
+def test_bad_input_is_named(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    good: dict[str, Any] = {
+        "logits": torch.zeros(2, 3, 5),
+        "labels": torch.zeros(2, 3, dtype=torch.long),
+    }
     with pytest.raises(error, match=message):
         log_probs_from_logits(**{**good, **arguments})
 
@@ -318,7 +391,11 @@ def test_both_kinds_of_output_have_the_same_gradients() -> None:
     hidden, weight, ids, mask = sequence_batch()
     grads = []
     for lazy in (False, True):
-        parts = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(), random(11, seed=2).requires_grad_()]
+        parts = [
+            hidden.clone().requires_grad_(),
+            weight.clone().requires_grad_(),
+            random(11, seed=2).requires_grad_(),
+        ]
         output = LinearLogits(*parts, scale=1.5, soft_cap=4.0)
         log_probs, entropy = next_token_log_probs(
             output if lazy else output.materialize(), ids, mask, temperature=0.7, with_entropy=True
@@ -337,7 +414,11 @@ def test_padding_may_hold_nan(lazy: bool) -> None:
     used[:, :-1] = mask[:, 1:] != 0
     results = []
     for poison in (0.0, math.nan):
-        values = (hidden if lazy else hidden @ weight.T).masked_fill(~used.unsqueeze(-1), poison).requires_grad_()
+        values = (
+            (hidden if lazy else hidden @ weight.T)
+            .masked_fill(~used.unsqueeze(-1), poison)
+            .requires_grad_()
+        )
         tokens = ids.masked_fill(mask == 0, -7) if poison else ids
         output = LinearLogits(values, weight) if lazy else values
         log_probs, entropy = next_token_log_probs(output, tokens, mask, with_entropy=True)
@@ -352,11 +433,21 @@ def test_padding_may_hold_nan(lazy: bool) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 def test_degenerate_batches(lazy: bool) -> None:
     hidden, weight, ids, mask = sequence_batch()
-    for rows, length, chosen in ((3, 6, mask * 0), (2, 1, mask[:2, :1]), (0, 6, mask[:0]), (2, 0, mask[:2, :0])):
+    for rows, length, chosen in (
+        (3, 6, mask * 0),
+        (2, 1, mask[:2, :1]),
+        (0, 6, mask[:0]),
+        (2, 0, mask[:2, :0]),
+    ):
         part = hidden[:rows, :length].clone().requires_grad_()
         output = LinearLogits(part, weight) if lazy else part @ weight.T
-        log_probs, entropy = next_token_log_probs(output, ids[:rows, :length], chosen, with_entropy=True)
-        assert entropy is not None and log_probs.shape == entropy.shape == (rows, max(length - 1, 0))
+        log_probs, entropy = next_token_log_probs(
+            output, ids[:rows, :length], chosen, with_entropy=True
+        )
+        assert entropy is not None and log_probs.shape == entropy.shape == (
+            rows,
+            max(length - 1, 0),
+        )
         (log_probs + entropy).sum().backward()
         assert (log_probs == 0).all() and part.grad is not None and (part.grad == 0).all()
 
@@ -366,7 +457,9 @@ def test_a_token_outside_the_vocabulary_is_named_by_its_own_column(lazy: bool) -
     hidden, weight, ids, mask = sequence_batch()
     output = LinearLogits(hidden, weight) if lazy else hidden @ weight.T
     ids[1, 4] = 11
-    with pytest.raises(IndexError, match=r"input_ids\[1, 4\] = 11 is not in the vocabulary of 11 tokens; mask"):
+    with pytest.raises(
+        IndexError, match=r"input_ids\[1, 4\] = 11 is not in the vocabulary of 11 tokens; mask"
+    ):
         next_token_log_probs(output, ids, mask)
     mask[1, 4] = 0
     next_token_log_probs(output, ids, mask)
@@ -379,17 +472,31 @@ def test_vocabulary_padding_never_enters() -> None:
     expected, _ = next_token_log_probs(hidden @ weight.T, ids, mask)
     torch.testing.assert_close(log_probs, expected)
     log_probs.sum().backward()
-    assert padded.grad is not None and (padded.grad[11:] == 0).all() and (padded.grad[:11] != 0).any()
+    assert (
+        padded.grad is not None and (padded.grad[11:] == 0).all() and (padded.grad[:11] != 0).any()
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mask": torch.ones(2, 3)}, r"mask has shape \(2, 3\), expected \(2, 4\) like input_ids.*first one included"),
+        (
+            {"mask": torch.ones(2, 3)},
+            r"mask has shape \(2, 3\), expected \(2, 4\) like input_ids.*first one included",
+        ),
         ({"output": torch.zeros(2, 3, 5)}, r"output has shape \(2, 3, 5\), expected \(2, 4, 'V'\)"),
-        ({"output": LinearLogits(torch.zeros(2, 5, 3), torch.zeros(5, 3))}, r"output has shape \(2, 5, 5\)"),
-        ({"output": LinearLogits(torch.zeros(2, 4, 3), torch.zeros(5, 2))}, r"hidden \(2, 4, 3\) and weight \(5, 2\)"),
-        ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"input_ids has shape \(4,\), expected \(B, S\)"),
+        (
+            {"output": LinearLogits(torch.zeros(2, 5, 3), torch.zeros(5, 3))},
+            r"output has shape \(2, 5, 5\)",
+        ),
+        (
+            {"output": LinearLogits(torch.zeros(2, 4, 3), torch.zeros(5, 2))},
+            r"hidden \(2, 4, 3\) and weight \(5, 2\)",
+        ),
+        (
+            {"input_ids": torch.zeros(4, dtype=torch.long)},
+            r"input_ids has shape \(4,\), expected \(B, S\)",
+        ),
         ({"input_ids": torch.zeros(2, 4)}, r"input_ids has dtype torch.float32"),
     ],
 )
@@ -402,7 +509,9 @@ def test_next_token_bad_input_is_named(change: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("size", [1.0, 60.0])
-def test_few_logits_and_many_are_computed_alike(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+def test_few_logits_and_many_are_computed_alike(
+    monkeypatch: pytest.MonkeyPatch, size: float
+) -> None:
     """The plain operations for few logits against the tiles for many, also where probabilities vanish."""
     hidden, weight, ids, mask = sequence_batch()
     results = []
@@ -411,7 +520,9 @@ def test_few_logits_and_many_are_computed_alike(monkeypatch: pytest.MonkeyPatch,
         bias = random(11, seed=2).requires_grad_()
         parts = [hidden.mul(size).requires_grad_(), weight.clone().requires_grad_(), bias]
         output = LinearLogits(*parts, scale=1.5)
-        log_probs, entropy = next_token_log_probs(output, ids, mask, temperature=0.7, with_entropy=True)
+        log_probs, entropy = next_token_log_probs(
+            output, ids, mask, temperature=0.7, with_entropy=True
+        )
         assert entropy is not None
         (log_probs.square() + 0.3 * entropy).sum().backward()
         results.append([log_probs, entropy, *(part.grad for part in parts)])

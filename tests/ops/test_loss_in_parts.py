@@ -17,7 +17,9 @@ KEEP_ALL = 1 << 40
 NAMES = ("hidden", "weight", "bias")
 
 
-def inputs(rows: int = 6, width: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
+def inputs(
+    rows: int = 6, width: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)  # noqa: E731
     return {
@@ -51,7 +53,9 @@ def plain_loss(given: dict[str, Tensor], output: LinearLogits, rows: slice) -> T
 Loss = Callable[[dict[str, Tensor], LinearLogits, slice], Tensor]
 
 
-def train(given: dict[str, Tensor], parts: list[slice] | None, loss_of: Loss, **options: Any) -> list[Tensor]:
+def train(
+    given: dict[str, Tensor], parts: list[slice] | None, loss_of: Loss, **options: Any
+) -> list[Tensor]:
     """The loss, and three times the gradients of hidden, weight and bias; `parts` None: without `loss_in_parts`."""
     leaves = [given[name].detach().requires_grad_() for name in NAMES]
     output = LinearLogits(*leaves, **options)
@@ -64,9 +68,15 @@ def train(given: dict[str, Tensor], parts: list[slice] | None, loss_of: Loss, **
     return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-@given(cuts=st.sets(st.integers(1, 5)), seed=st.integers(0, 99), loss_of=st.sampled_from([fused_loss, plain_loss]))
+@given(
+    cuts=st.sets(st.integers(1, 5)),
+    seed=st.integers(0, 99),
+    loss_of=st.sampled_from([fused_loss, plain_loss]),
+)
 @settings(max_examples=30, deadline=None)
-def test_any_cut_gives_the_loss_and_the_gradients_of_the_whole(cuts: set[int], seed: int, loss_of: Loss) -> None:
+def test_any_cut_gives_the_loss_and_the_gradients_of_the_whole(
+    cuts: set[int], seed: int, loss_of: Loss
+) -> None:
     borders = [0, *sorted(cuts), 6]
     parts = [slice(start, stop) for start, stop in itertools.pairwise(borders)]
     values = inputs(seed=seed)
@@ -85,7 +95,11 @@ def test_three_products_for_each_part() -> None:
 
 def test_half_precision_is_as_exact_as_the_whole() -> None:
     values = inputs(rows=32, width=9, dtype=torch.bfloat16, seed=3)
-    exact = train({name: x.double() if x.is_floating_point() else x for name, x in values.items()}, None, plain_loss)
+    exact = train(
+        {name: x.double() if x.is_floating_point() else x for name, x in values.items()},
+        None,
+        plain_loss,
+    )
     parts = [slice(start, start + 4) for start in range(0, 32, 4)]
     whole, cut = train(values, None, fused_loss), train(values, parts, fused_loss)
     for right, one, other in zip(exact[2:], whole[2:], cut[2:], strict=True):
@@ -114,11 +128,15 @@ def test_a_part_without_selected_positions_and_poison_where_none_are() -> None:
     values["mask"][:2] = False
     expected = train(values, None, fused_loss)
     values["hidden"][:, :-1][~values["mask"][:, 1:]] = torch.nan
-    for found, right in zip(train(values, [slice(0, 2), slice(2, 6)], fused_loss), expected, strict=True):
+    for found, right in zip(
+        train(values, [slice(0, 2), slice(2, 6)], fused_loss), expected, strict=True
+    ):
         assert relative_error(found, right) < 1e-12
 
 
-@pytest.mark.parametrize("parts", [[], [slice(0, 3)], [slice(0, 3), slice(4, 6)], [slice(0, 4), slice(3, 6)]], ids=str)
+@pytest.mark.parametrize(
+    "parts", [[], [slice(0, 3)], [slice(0, 3), slice(4, 6)], [slice(0, 4), slice(3, 6)]], ids=str
+)
 def test_parts_that_leave_rows_out_or_take_them_twice(parts: list[slice]) -> None:
     with pytest.raises(ValueError, match="must cover the 6 rows of the output in order, once each"):
         train(inputs(), parts, fused_loss)
@@ -126,5 +144,7 @@ def test_parts_that_leave_rows_out_or_take_them_twice(parts: list[slice]) -> Non
 
 def test_a_loss_that_uses_no_logits_has_zero_gradients() -> None:
     values = inputs()
-    _, *grads = train(values, [slice(0, 3), slice(3, 6)], lambda given, part, rows: 0.0 * part.hidden.sum())
+    _, *grads = train(
+        values, [slice(0, 3), slice(3, 6)], lambda given, part, rows: 0.0 * part.hidden.sum()
+    )
     assert all(not grad.any() for grad in grads)

@@ -6,7 +6,9 @@ import torch
 from roll.ops.reverse_scan import DiscountedCumsum, reverse_scan, reverse_scan_runs
 from roll.ops.segments import Runs, map_valid_tokens
 
-MASK = torch.tensor([[False, True, True, False, True], [True, False, False, False, False], [False] * 5])
+MASK = torch.tensor(
+    [[False, True, True, False, True], [True, False, False, False, False], [False] * 5]
+)
 X = torch.tensor([[9.0, 1.0, 2.0, 9.0, 4.0], [7.0, 9.0, 9.0, 9.0, 9.0], [9.0] * 5])
 
 
@@ -26,7 +28,13 @@ def test_tokens_are_packed_from_last_to_first():
 
 def test_runs_by_hand():
     runs = Runs.of(torch.tensor([[True, True, False, True], [False, True, True, True]]))
-    assert runs.lengths.tolist() == [2, 1, 1, 1, 3] and runs.valid.tolist() == [True, False, True, False, True]
+    assert runs.lengths.tolist() == [2, 1, 1, 1, 3] and runs.valid.tolist() == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert runs.rows.tolist() == [0, 0, 0, 1, 1] and runs.columns.tolist() == [0, 1, 2, 0, 1]
     sums = runs.sums(torch.tensor([[1.0, 2.0, float("nan"), 4.0], [float("inf"), 5.0, 6.0, 7.0]]))
     assert sums.tolist() == [3, 0, 4, 0, 18]

@@ -9,7 +9,12 @@ from roll.ops.scalars import NamedScalars, all_to_floats, to_floats
 
 def test_tensors_and_numbers_become_floats_in_order() -> None:
     values = to_floats(
-        {"a": torch.tensor(2), "b": 3, "c": torch.tensor(0.1, requires_grad=True), "d": torch.tensor(True)}
+        {
+            "a": torch.tensor(2),
+            "b": 3,
+            "c": torch.tensor(0.1, requires_grad=True),
+            "d": torch.tensor(True),
+        }
     )
     assert list(values) == ["a", "b", "c", "d"]
     assert values == {"a": 2.0, "b": 3.0, "c": torch.tensor(0.1).item(), "d": 1.0}
@@ -34,12 +39,18 @@ def test_entries_of_one_vector_in_any_order() -> None:
 
 
 def of_vector() -> NamedScalars:
-    return NamedScalars.of_vector(torch.tensor([4.0, 5.0, 6.0], dtype=torch.float64), {"a": 2, "b": 0})
+    return NamedScalars.of_vector(
+        torch.tensor([4.0, 5.0, 6.0], dtype=torch.float64), {"a": 2, "b": 0}
+    )
 
 
 def test_named_scalars_are_a_dict() -> None:
     scalars = of_vector()
-    assert isinstance(scalars["a"], torch.Tensor) and scalars["a"].item() == 6 and list(scalars) == ["a", "b"]
+    assert (
+        isinstance(scalars["a"], torch.Tensor)
+        and scalars["a"].item() == 6
+        and list(scalars) == ["a", "b"]
+    )
     assert scalars.get("c") is None and "c" not in scalars and len(scalars) == 2
     with pytest.raises(KeyError, match="c"):
         scalars["c"]
@@ -67,7 +78,10 @@ def test_entries_by_name_and_as_tensors_come_in_one_transfer() -> None:
     scalars = of_vector()
     scalars["number"] = scalars["b"]
     with TensorWatch() as watch:
-        assert all_to_floats([scalars, {"x": 1}]) == [{"a": 6.0, "b": 4.0, "number": 4.0}, {"x": 1.0}]
+        assert all_to_floats([scalars, {"x": 1}]) == [
+            {"a": 6.0, "b": 4.0, "number": 4.0},
+            {"x": 1.0},
+        ]
     assert "cat" not in watch.operations and "stack" not in watch.operations
 
 

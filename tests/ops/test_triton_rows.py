@@ -34,7 +34,11 @@ SHAPES = [(1, 1), (3, 7), (2, 1024), (1, 1031), (2, 2049), (3, 4500)]
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_passes(shape: tuple[int, int], transform: LogitTransform) -> None:
-    check_rows(random_logits(*shape, dtype=torch.float32, device="cpu", seed=shape[1]), transform, seed=shape[1])
+    check_rows(
+        random_logits(*shape, dtype=torch.float32, device="cpu", seed=shape[1]),
+        transform,
+        seed=shape[1],
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -58,7 +62,9 @@ def test_no_rows() -> None:
     raw = torch.empty(0, 5)
     found = kernel_statistics(raw, torch.empty(0, dtype=torch.long), LogitTransform())
     assert [tuple(result.shape) for result in found if result is not None] == [(0,)] * 3
-    triton_rows.gradient(raw, raw, RowGradients(found, None, None, torch.empty(0)), 0, LogitTransform())
+    triton_rows.gradient(
+        raw, raw, RowGradients(found, None, None, torch.empty(0)), 0, LogitTransform()
+    )
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -96,12 +102,17 @@ def test_impossible_tokens_and_broken_models() -> None:
     raw[4] = torch.tensor([3e38, -3e38, 0.0])
     found = kernel_statistics(raw, torch.tensor([1, 2, 0, 1, 0]), LogitTransform())
     assert found.log_probs is not None and found.entropy is not None
-    assert found.log_probs[:2].tolist() == [-math.inf, -math.inf] and found.log_probs[2:4].isnan().all()
+    assert (
+        found.log_probs[:2].tolist() == [-math.inf, -math.inf]
+        and found.log_probs[2:4].isnan().all()
+    )
     torch.testing.assert_close(found.entropy[:2], torch.tensor([math.log(2.0), 0.0]))
     assert found.entropy[2:4].isnan().all()
     assert found.log_probs[4] == 0 and found.entropy[4] == 0
     out = poisoned(2, 3, like=raw)
-    rows = RowGradients(found.rows(slice(0, 2)), torch.tensor([1, 2]), torch.ones(2), torch.full((2,), 5.0))
+    rows = RowGradients(
+        found.rows(slice(0, 2)), torch.tensor([1, 2]), torch.ones(2), torch.full((2,), 5.0)
+    )
     triton_rows.gradient(raw[:2], out, rows, 0, LogitTransform())
     torch.testing.assert_close(out, torch.tensor([[-0.5, 1.0, -0.5], [0.0, 0.0, 1.0]]))
 
@@ -111,7 +122,13 @@ def test_a_sure_token_keeps_its_digits() -> None:
         raw = torch.tensor([[logit, 0.0]])
         found = kernel_statistics(raw, torch.tensor([0]), LogitTransform(), with_entropy=False)
         out = poisoned(1, 2, like=raw)
-        triton_rows.gradient(raw, out, RowGradients(found, torch.tensor([0]), torch.ones(1), None), 0, LogitTransform())
+        triton_rows.gradient(
+            raw,
+            out,
+            RowGradients(found, torch.tensor([0]), torch.ones(1), None),
+            0,
+            LogitTransform(),
+        )
         missing = 1.0 / (1.0 + math.exp(logit))
         torch.testing.assert_close(out, torch.tensor([[missing, -missing]]), rtol=1e-3, atol=0)
 
@@ -122,7 +139,9 @@ def test_a_sure_token_keeps_its_digits() -> None:
 @pytest.fixture(params=[False, True], ids=["torch", "kernels"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     for module in (softmax_rows, log_probs, sys.modules["roll.ops.linear_log_probs"]):
-        monkeypatch.setattr(module, "kernels_for", lambda raw: triton_rows if request.param else None)
+        monkeypatch.setattr(
+            module, "kernels_for", lambda raw: triton_rows if request.param else None
+        )
     monkeypatch.setattr(softmax_rows, "CPU_LIMITS", softmax_rows.PieceLimits(6000, 1 << 20, 64, 64))
     return request.param
 
@@ -131,7 +150,10 @@ def linear_case(dtype: torch.dtype, **options: Any) -> None:
     random = torch.Generator().manual_seed(11)
     draw = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)  # noqa: E731
     parts = [draw(7, 16), draw(1301, 16), draw(1301)]
-    labels, mask = torch.randint(0, 1290, (7,), generator=random), torch.tensor([1, 1, 0, 1, 1, 1, 1])
+    labels, mask = (
+        torch.randint(0, 1290, (7,), generator=random),
+        torch.tensor([1, 1, 0, 1, 1, 1, 1]),
+    )
     grads = torch.randn(2, 7, generator=random)
     results = []
     for precise in (False, True):
@@ -142,7 +164,9 @@ def linear_case(dtype: torch.dtype, **options: Any) -> None:
         assert entropy is not None
         torch.autograd.backward([log_probs, entropy], [grad.to(log_probs.dtype) for grad in grads])
         results.append([log_probs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)])
-        softmax_rows.kernels_for = lambda raw: None  # float64 has no kernels; monkeypatch puts the old one back
+        softmax_rows.kernels_for = lambda raw: (
+            None
+        )  # float64 has no kernels; monkeypatch puts the old one back
     for found, expected in zip(*results, strict=True):
         assert found is not None and expected is not None
         assert relative_error(found, expected) < {torch.float32: 3e-6, torch.bfloat16: 3e-2}[dtype]
@@ -151,7 +175,11 @@ def linear_case(dtype: torch.dtype, **options: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scale": 0.5, "soft_cap": 3.0, "temperature": 0.7, "vocab_size": 1299}, {"keep_bytes": 1 << 30}],
+    [
+        {},
+        {"scale": 0.5, "soft_cap": 3.0, "temperature": 0.7, "vocab_size": 1299},
+        {"keep_bytes": 1 << 30},
+    ],
     ids=str,
 )
 def test_linear_log_probs(both_ways: bool, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -168,7 +196,9 @@ def test_logits_that_exist(both_ways: bool, with_mask: bool, overwrite: bool) ->
         (whole * 1.0)[:, :-1], labels, mask=mask, overwrite_logits=overwrite
     )
     assert found_entropy is not None
-    (2.0 * found + 0.3 * found_entropy).sum().backward()  # a sum's gradient arrives expanded, with stride 0
+    (
+        2.0 * found + 0.3 * found_entropy
+    ).sum().backward()  # a sum's gradient arrives expanded, with stride 0
     exact_logits = whole.detach().double().requires_grad_()
     table = torch.log_softmax(exact_logits[:, :-1], -1)
     chosen = torch.ones(3, 3) if mask is None else mask

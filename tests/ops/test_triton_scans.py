@@ -33,7 +33,9 @@ def test_any_number_of_pieces_of_a_row(pieces: int, monkeypatch: pytest.MonkeyPa
     check_recurrences(triton_scans, (3, 16 * 5 - 1), seed=pieces, device="cpu")
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.0, 0.5), (0.9, 0.0), (1e-30, 1.0), (1.0, 0.3)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 1.0), (0.0, 0.5), (0.9, 0.0), (1e-30, 1.0), (1.0, 0.3)]
+)
 def test_any_discount(gamma: float, lam: float) -> None:
     check_recurrences(triton_scans, (3, 20), seed=1, device="cpu", gamma=gamma, lam=lam)
 
@@ -58,7 +60,9 @@ def test_segment_means(shape: tuple[int, int], with_keep: bool) -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_nothing_to_do(shape: tuple[int, int]) -> None:
     x, y, mask = torch.empty(shape), torch.empty(shape), torch.empty(shape, dtype=torch.bool)
-    assert [result.shape for result in triton_scans.discounted_sums(x, y, mask, 0.9, 0.9)] == [shape] * 2
+    assert [result.shape for result in triton_scans.discounted_sums(x, y, mask, 0.9, 0.9)] == [
+        shape
+    ] * 2
     assert triton_scans.segment_means(x, mask, None, backward=False).shape == shape
 
 
@@ -76,7 +80,11 @@ def test_the_functions_use_the_kernels_where_there_are_any(monkeypatch: pytest.M
     calls = []
     for name in ("discounted_sums", "segment_means"):
         kernel = getattr(triton_scans, name)
-        monkeypatch.setattr(triton_scans, name, lambda *a, _k=kernel, _n=name, **o: (calls.append(_n), _k(*a, **o))[1])
+        monkeypatch.setattr(
+            triton_scans,
+            name,
+            lambda *a, _k=kernel, _n=name, **o: (calls.append(_n), _k(*a, **o))[1],
+        )
     values.requires_grad_()
     assert not any(x.requires_grad for x in advantage_scan(rewards, values, mask, 0.9, 0.8))
     reverse_scan.reverse_scan(rewards, mask, 0.9)

@@ -14,7 +14,15 @@ from scan_checks import LAYOUTS, check_token_loss, loss_and_gradients, loss_colu
 from roll.algorithms import policy_loss as algorithm
 from roll.algorithms.aggregation import AGGREGATION_MODES
 from roll.algorithms.kl import KL_KINDS
-from roll.algorithms.policy_loss import CISPO, RATIO_TYPES, TOPR, KimiK15, PPOClip, Reinforce, TruncatedIS
+from roll.algorithms.policy_loss import (
+    CISPO,
+    RATIO_TYPES,
+    TOPR,
+    KimiK15,
+    PPOClip,
+    Reinforce,
+    TruncatedIS,
+)
 from roll.ops import token_loss
 from roll.pipeline.loss_io import LossCounts, policy_metrics, report
 
@@ -41,7 +49,9 @@ FULL = {
 def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel for everything but float64, as on a GPU, with tiles of 16 tokens."""
     monkeypatch.setattr(token_loss, "TILE", 16)
-    monkeypatch.setattr(algorithm, "can_fuse", lambda log_probs, *_: log_probs.dtype != torch.float64)
+    monkeypatch.setattr(
+        algorithm, "can_fuse", lambda log_probs, *_: log_probs.dtype != torch.float64
+    )
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=str)
@@ -52,7 +62,9 @@ def test_surrogates(surrogate: algorithm.Surrogate) -> None:
 @pytest.mark.parametrize("ratio_type", RATIO_TYPES[1:])
 @pytest.mark.parametrize("surrogate", [SURROGATES[1], SURROGATES[-1]], ids=str)
 def test_gradients_of_shared_ratios(surrogate: algorithm.Surrogate, ratio_type: str) -> None:
-    check_token_loss((3, 20), 1, "cpu", **{**FULL, "surrogate": surrogate, "ratio_type": ratio_type})
+    check_token_loss(
+        (3, 20), 1, "cpu", **{**FULL, "surrogate": surrogate, "ratio_type": ratio_type}
+    )
 
 
 @pytest.mark.parametrize("agg_mode", AGGREGATION_MODES)
@@ -94,14 +106,27 @@ def test_what_is_not_given(without: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("ratio_type", RATIO_TYPES)
 @pytest.mark.parametrize("kl_kind", ["k3", "k3+"])
 def test_ratios_and_kl_saturate(ratio_type: str, kl_kind: str) -> None:
-    check_token_loss((3, 20), 5, "cpu", spread=30.0, tolerance=1e-5, **FULL, ratio_type=ratio_type, kl_kind=kl_kind)
-    check_token_loss((3, 20), 5, "cpu", spread=30.0, tolerance=1e-5, **{**FULL, "surrogate": SURROGATES[-1]})
+    check_token_loss(
+        (3, 20),
+        5,
+        "cpu",
+        spread=30.0,
+        tolerance=1e-5,
+        **FULL,
+        ratio_type=ratio_type,
+        kl_kind=kl_kind,
+    )
+    check_token_loss(
+        (3, 20), 5, "cpu", spread=30.0, tolerance=1e-5, **{**FULL, "surrogate": SURROGATES[-1]}
+    )
 
 
 def test_counts_on_the_device_and_none_at_all() -> None:
     counts = {"num_tokens": torch.tensor(7), "num_sequences": torch.tensor(3.0)}
     check_token_loss((3, 20), 6, "cpu", **FULL, **counts)
-    check_token_loss((3, 20), 6, "cpu", **{**FULL, "agg_mode": "seq-mean-token-sum-norm"}, norm_factor=None)
+    check_token_loss(
+        (3, 20), 6, "cpu", **{**FULL, "agg_mode": "seq-mean-token-sum-norm"}, norm_factor=None
+    )
     check_token_loss((3, 20), 6, "cpu", **FULL, num_tokens=0, num_sequences=0)
 
 
@@ -109,7 +134,9 @@ def test_nan_in_a_valid_token_is_not_hidden() -> None:
     columns, mask = loss_columns((3, 20), 7, "cpu")
     columns["keep_BT"] = None
     columns["log_probs_BT"][0, 3] = float("nan")
-    loss, _, statistics = loss_and_gradients(columns, mask_BT=mask, num_tokens=9, num_sequences=3, **FULL)
+    loss, _, statistics = loss_and_gradients(
+        columns, mask_BT=mask, num_tokens=9, num_sequences=3, **FULL
+    )
     assert loss.total.isnan() and loss.pg.isnan()
     assert {name for name, value in statistics.items() if value.isnan()} == {
         *("ratio_mean", "ratio_max", "ratio_min", "approxkl", "policykl")
@@ -123,7 +150,9 @@ def test_an_empty_mask_is_a_connected_zero() -> None:
         columns, mask_BT=torch.zeros_like(mask), num_tokens=9, num_sequences=3, **FULL
     )
     assert loss.total.item() == 0 and not any(gradient.any() for gradient in gradients)
-    assert statistics["ratio_max"].item() == -torch.inf and statistics["ratio_min"].item() == torch.inf
+    assert (
+        statistics["ratio_max"].item() == -torch.inf and statistics["ratio_min"].item() == torch.inf
+    )
 
 
 def test_bad_arguments_are_the_plain_version_s_errors() -> None:
@@ -165,7 +194,9 @@ def test_metrics_have_the_names_and_values_of_the_plain_version(
     def metrics() -> dict[str, float]:
         loss = algorithm.policy_loss(**columns, mask_BT=mask, **FULL, **counts)
         assert (loss.details is None) == is_fused
-        return report(policy_metrics(loss, agg_mode=FULL["agg_mode"], counts=counts), loss.num_valid)
+        return report(
+            policy_metrics(loss, agg_mode=FULL["agg_mode"], counts=counts), loss.num_valid
+        )
 
     is_fused = True
     found = metrics()

@@ -48,7 +48,13 @@ class Counter(BasePipeline):
 
 
 def make_config(output_dir, **values) -> DPOConfig:
-    defaults = {"sequence_length": 8, "exp_name": "exp", "max_steps": 6, "save_steps": 4, "track_with": "none"}
+    defaults = {
+        "sequence_length": 8,
+        "exp_name": "exp",
+        "max_steps": 6,
+        "save_steps": 4,
+        "track_with": "none",
+    }
     return DPOConfig(**{**defaults, "output_dir": str(output_dir), **values})
 
 
@@ -104,7 +110,9 @@ def test_resume_goes_on_where_the_checkpoint_is(tmp_path, how):
     folder = tmp_path / "exp"
     assert RunFolder(folder).info()["status"] == "failed"
     assert steps_of(folder) == [0, 1, 2, 3, 4]
-    given = {"run": str(folder), "checkpoint": str(folder / "checkpoints" / "checkpoint-4")}.get(how, how)
+    given = {"run": str(folder), "checkpoint": str(folder / "checkpoints" / "checkpoint-4")}.get(
+        how, how
+    )
     pipeline = run(make_config(tmp_path, max_steps=8, resume_from_checkpoint=given))
     assert pipeline.run_dir == folder
     assert pipeline.total == sum(range(8))
@@ -188,9 +196,13 @@ except KeyboardInterrupt:
 
 def interrupted(tmp_path, *, name="SIGINT", twice=False) -> subprocess.CompletedProcess[str]:
     here = Path(__file__).parent
-    code = SCRIPT.format(tests=str(here.parent), here=str(here), out=str(tmp_path), name=name, twice=twice)
+    code = SCRIPT.format(
+        tests=str(here.parent), here=str(here), out=str(tmp_path), name=name, twice=twice
+    )
     environment = {**os.environ, "NO_COLOR": "1"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
 
 
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
@@ -207,7 +219,9 @@ def test_the_first_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path
     ]
     assert [path.name for path in complete_checkpoints(folder)] == ["checkpoint-3"]
     assert RunFolder(folder).info()["status"] == "stopped"
-    again = run(load_config(folder / "config.yaml", [f"resume_from_checkpoint={folder}"], warn=False).config)
+    again = run(
+        load_config(folder / "config.yaml", [f"resume_from_checkpoint={folder}"], warn=False).config
+    )
     assert again.run_dir == folder and again.total == 15
 
 
@@ -253,7 +267,11 @@ class Echo(Worker):
 def test_clusters_of_roles_are_made_initialized_saved_and_ended(tmp_path):
     config = make_config(tmp_path, actor_train=WorkerConfig(worker_cls=f"{__name__}.Echo"))
     config = config.model_copy(
-        update={"actor_train": config.actor_train.model_copy(update={"worker_cls": Echo, "name": "actor_train"})}
+        update={
+            "actor_train": config.actor_train.model_copy(
+                update={"worker_cls": Echo, "name": "actor_train"}
+            )
+        }
     )
 
     class WithCluster(Counter):
@@ -266,16 +284,23 @@ def test_clusters_of_roles_are_made_initialized_saved_and_ended(tmp_path):
     pipeline = WithCluster(config)
     assert isinstance(pipeline.actor_train, Cluster)
     assert pipeline.actor_train.where() == [str(tmp_path / "exp")]
-    with pytest.raises(ConfigError, match="critic is no role of this run; its roles are actor_train, reference"):
+    with pytest.raises(
+        ConfigError, match="critic is no role of this run; its roles are actor_train, reference"
+    ):
         pipeline.make_cluster("critic")
     pipeline.run()
     assert sorted(path.name for path in (tmp_path / "exp").glob("echo-*")) == ["echo-4", "echo-6"]
     # The time that saving took stands in the line of the step that was saved.
-    timed = {x["step"]: x.get("time/echo/do_checkpoint/total") for x in read_metrics(tmp_path / "exp/metrics.jsonl")}
+    timed = {
+        x["step"]: x.get("time/echo/do_checkpoint/total")
+        for x in read_metrics(tmp_path / "exp/metrics.jsonl")
+    }
     assert timed == {0: None, 1: None, 2: None, 3: 0.25, 4: None, 5: 0.25}
     with pytest.raises(Exception, match="was shut down"):
         pipeline.actor_train.where()
-    assert pipeline.model_folder() == tmp_path / "exp" / "checkpoints" / "checkpoint-6" / "actor_train"
+    assert (
+        pipeline.model_folder() == tmp_path / "exp" / "checkpoints" / "checkpoint-6" / "actor_train"
+    )
 
 
 def test_a_checkpoint_is_complete_only_when_the_line_of_its_step_is_there(tmp_path, monkeypatch):
@@ -299,7 +324,9 @@ def test_ctrl_c_after_the_step_was_logged_saves_it_too(tmp_path):
 
     run(make_config(tmp_path), Late, progress=False)
     assert [path.name for path in complete_checkpoints(tmp_path / "exp")] == ["checkpoint-2"]
-    assert RunFolder(tmp_path / "exp").info()["status"] == "stopped" and steps_of(tmp_path / "exp") == [0, 1]
+    assert RunFolder(tmp_path / "exp").info()["status"] == "stopped" and steps_of(
+        tmp_path / "exp"
+    ) == [0, 1]
 
 
 def test_missing_gpus_are_an_error_with_the_override_that_helps(tmp_path):
@@ -318,13 +345,16 @@ def test_missing_gpus_are_an_error_with_the_override_that_helps(tmp_path):
         pytest.skip("there is a GPU")
     pipeline = Counter(config)
     with pytest.raises(
-        ConfigError, match=r"names GPU 0, but this machine shows 0 GPU.*actor_train.device_mapping=null"
+        ConfigError,
+        match=r"names GPU 0, but this machine shows 0 GPU.*actor_train.device_mapping=null",
     ):
         pipeline.make_cluster("actor_train")
     pipeline.close("failed")
 
 
-def test_a_report_is_written_and_named_and_a_broken_one_does_not_fail_the_run(tmp_path, capsys, monkeypatch, caplog):
+def test_a_report_is_written_and_named_and_a_broken_one_does_not_fail_the_run(
+    tmp_path, capsys, monkeypatch, caplog
+):
     run(make_config(tmp_path), progress=None)
     assert (tmp_path / "exp" / "report.html").is_file()
     assert f"Report: {tmp_path}/exp/report.html" in capsys.readouterr().out
@@ -342,4 +372,6 @@ def test_summaries_are_json(tmp_path):
     pipeline.summary["validation"] = {"loss": float("nan"), "acc": 0.5}
     pipeline.run()
     text = (tmp_path / "exp" / "run.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["summary"] == {"validation": {"loss": None, "acc": 0.5}}
+    assert json.loads(text, parse_constant=pytest.fail)["summary"] == {
+        "validation": {"loss": None, "acc": 0.5}
+    }

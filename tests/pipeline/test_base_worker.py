@@ -49,10 +49,15 @@ def test_l21_base_metrics_add_up_over_micro_batches() -> None:
     worker = make_actor()
     _, whole, _ = loss_and_gradient(worker, data, logits)
     columns = slice(0, 10)
-    parts = [loss_and_gradient(worker, narrowed(data, [i], columns), logits[i : i + 1])[1] for i in range(4)]
+    parts = [
+        loss_and_gradient(worker, narrowed(data, [i], columns), logits[i : i + 1])[1]
+        for i in range(4)
+    ]
     for key in whole:
         if key.endswith("@sum"):
-            assert sum(part[key] for part in parts) == pytest.approx(whole[key], rel=1e-5, abs=1e-6), key
+            assert sum(part[key] for part in parts) == pytest.approx(
+                whole[key], rel=1e-5, abs=1e-6
+            ), key
     assert all("@" in key for key in whole)
 
 
@@ -75,7 +80,9 @@ def test_recomputed_old_log_probs_are_the_column() -> None:
     data, logits = policy_batch()
     old = make_actor(recompute=True).get_old_log_probs_with_cache(data, scored(data, logits))
     assert torch.equal(old, data["old_log_probs"])
-    assert torch.equal(make_actor().get_old_log_probs_with_cache(data, scored(data, logits)), data["old_log_probs"])
+    assert torch.equal(
+        make_actor().get_old_log_probs_with_cache(data, scored(data, logits)), data["old_log_probs"]
+    )
 
 
 @pytest.mark.parametrize("placeholder", [True, False])
@@ -86,11 +93,17 @@ def test_l14_a_placeholder_is_never_the_old_policy(placeholder: bool) -> None:
     else:
         del data["old_log_probs"]
     log_probs = scored(data, logits)
-    assert torch.equal(make_actor().get_old_log_probs_with_cache(data, log_probs), log_probs), "first pass: on-policy"
-    with pytest.raises(KeyError, match="ppo_epochs=2 needs the old log-probabilities of the first epoch"):
+    assert torch.equal(make_actor().get_old_log_probs_with_cache(data, log_probs), log_probs), (
+        "first pass: on-policy"
+    )
+    with pytest.raises(
+        KeyError, match="ppo_epochs=2 needs the old log-probabilities of the first epoch"
+    ):
         make_actor(ppo_epochs=2).get_old_log_probs_with_cache(data, log_probs)
     found = "torch.int64, a placeholder" if placeholder else "no such column"
-    with pytest.raises(KeyError, match=f"needs the column 'old_log_probs' as floats; found {found}"):
+    with pytest.raises(
+        KeyError, match=f"needs the column 'old_log_probs' as floats; found {found}"
+    ):
         make_actor(recompute=True).get_old_log_probs_with_cache(data, log_probs)
 
 
@@ -140,7 +153,9 @@ def test_l15_rows_hit_and_miss_one_by_one_at_any_width() -> None:
         expected = first[row] if row in (0, 2) else later[position]
         assert torch.equal(old[position][mask[row]], expected[mask[row]]), row
     # Now the two that were new are known as well.
-    again = worker.get_old_log_probs_with_cache(data.select_idxs(order), torch.full_like(later, -9.0))
+    again = worker.get_old_log_probs_with_cache(
+        data.select_idxs(order), torch.full_like(later, -9.0)
+    )
     assert torch.equal(again[mask[order]], old[mask[order]])
 
 
@@ -159,7 +174,10 @@ def test_two_epochs_through_the_loss() -> None:
     data = with_uuids(data)
     worker = make_actor(ppo_epochs=2)
     _, first, _ = loss_and_gradient(worker, data, logits)
-    assert first["actor/ratio_max@max"] == first["actor/ratio_min@min"] == 1 and first["actor/clipfrac@sum"] == 0
+    assert (
+        first["actor/ratio_max@max"] == first["actor/ratio_min@min"] == 1
+        and first["actor/clipfrac@sum"] == 0
+    )
     _, second, _ = loss_and_gradient(worker, data, logits + 0.1 * torch.randn_like(logits))
     assert second["actor/ratio_max@max"] > 1 > second["actor/ratio_min@min"]
 
@@ -169,9 +187,13 @@ def test_two_epochs_through_the_loss() -> None:
 
 def critic_batch(seed: int = 0) -> tuple[DataProto, torch.Tensor]:
     mask = random_mask(seed, 4, 9)
-    columns = {key: torch.where(mask.bool(), torch.randn(mask.shape), 0.0) for key in ("values", "returns")}
+    columns = {
+        key: torch.where(mask.bool(), torch.randn(mask.shape), 0.0) for key in ("values", "returns")
+    }
     response_mask = torch.nn.functional.pad(mask, (1, 0))
-    data = DataProto.from_dict({**columns, "response_mask": response_mask, "input_ids": torch.ones_like(response_mask)})
+    data = DataProto.from_dict(
+        {**columns, "response_mask": response_mask, "input_ids": torch.ones_like(response_mask)}
+    )
     return data, torch.randn(4, 10, 1)
 
 
@@ -202,7 +224,9 @@ def test_the_critics_loss_by_hand() -> None:
         }
     )
     _, metrics = make_critic(value_clip=0.75).loss_func(data, output[..., None])
-    assert metrics["critic/clipfrac@sum"] == 0.5, "both tokens of row 0 moved too far, the one of row 1 did not"
+    assert metrics["critic/clipfrac@sum"] == 0.5, (
+        "both tokens of row 0 moved too far, the one of row 1 did not"
+    )
 
 
 def test_ad15_the_critics_micro_batches_add_up() -> None:
@@ -233,5 +257,7 @@ def test_the_critic_ignores_masked_values(garbage: float) -> None:
 
 def test_the_critic_names_a_missing_column() -> None:
     data, output = critic_batch()
-    with pytest.raises(KeyError, match="the batch has no column 'returns', which the value loss needs"):
+    with pytest.raises(
+        KeyError, match="the batch has no column 'returns', which the value loss needs"
+    ):
         make_critic().loss_func(data.select(["response_mask", "values"]), output)

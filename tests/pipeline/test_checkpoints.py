@@ -62,14 +62,21 @@ SCRIPT = textwrap.dedent(
 
 
 def run_training(out: Path, **options) -> dict:
-    defaults = {"tests": str(Path(__file__).parents[1]), "resume": False, "save": False, "training": TRAINING}
+    defaults = {
+        "tests": str(Path(__file__).parents[1]),
+        "resume": False,
+        "save": False,
+        "training": TRAINING,
+    }
     code = SCRIPT.format(**{**defaults, "out": str(out), **options})
     subprocess.run([sys.executable, "-c", code], check=True)
     return torch.load(out, weights_only=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "workers", "backend"), [("hf_train", 1, "local"), ("fsdp2_train", 2, "ray")])
+@pytest.mark.parametrize(
+    ("strategy", "workers", "backend"), [("hf_train", 1, "local"), ("fsdp2_train", 2, "ray")]
+)
 def test_exact_resume_in_a_new_process(tmp_path, strategy, workers, backend):
     folder = str(make_model_folder(tmp_path / "model"))
     common = {"folder": folder, "strategy": strategy, "workers": workers, "backend": backend}
@@ -88,9 +95,13 @@ def test_a_checkpoint_of_two_ranks_loads_with_one_and_in_plain_transformers(tmp_
     folder = str(make_model_folder(tmp_path / "model"))
     run = str(tmp_path / "run")
     options = {"folder": folder, "strategy": "fsdp2_train", "run": run}
-    two = run_training(tmp_path / "2.pt", first=0, last=2, save=True, workers=2, backend="ray", **options)
+    two = run_training(
+        tmp_path / "2.pt", first=0, last=2, save=True, workers=2, backend="ray", **options
+    )
     (checkpoint_folder(run, 1) / "pipeline").mkdir()
-    one = run_training(tmp_path / "1.pt", first=2, last=2, resume=True, workers=1, backend="local", **options)
+    one = run_training(
+        tmp_path / "1.pt", first=2, last=2, resume=True, workers=1, backend="local", **options
+    )
     for key in ("weights", "optimizer", "scheduler"):
         assert_same(one["state"][0][key], two["state"][0][key])
     saved = checkpoint_folder(run, 1) / "actor_train"
@@ -151,9 +162,13 @@ def test_loading_explains_another_precision_and_another_model(tmp_path):
     cluster.do_checkpoint(1)
     saved = checkpoint_folder(run, 1) / "actor_train"
     strategy = (
-        local_cluster(make_config("dpo", folder, output_dir=run, model_args={"dtype": "bf16"})).workers[0].strategy
+        local_cluster(make_config("dpo", folder, output_dir=run, model_args={"dtype": "bf16"}))
+        .workers[0]
+        .strategy
     )
-    with pytest.raises(DataError, match=r"trained in torch\.float32 and this run uses torch\.bfloat16"):
+    with pytest.raises(
+        DataError, match=r"trained in torch\.float32 and this run uses torch\.bfloat16"
+    ):
         strategy.load_checkpoint(saved)
     wider = make_model_folder(tmp_path / "wider", "qwen2", intermediate_size=40)
     strategy = local_cluster(make_config("dpo", wider, output_dir=run)).workers[0].strategy
@@ -168,12 +183,19 @@ def test_which_checkpoints_count_and_which_are_kept(tmp_path):
         (checkpoint_folder(tmp_path, step) / "actor_train").mkdir(parents=True)
         if step != 30:
             (checkpoint_folder(tmp_path, step) / "pipeline").mkdir()
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [
+        "checkpoint-2",
+        "checkpoint-10",
+    ]
     assert get_latest_ckpt(tmp_path) == checkpoint_folder(tmp_path, 10)
     assert find_checkpoint(tmp_path, False) is None
     assert find_checkpoint(tmp_path / "new", True) is None
-    assert find_checkpoint("elsewhere", str(checkpoint_folder(tmp_path, 2))) == checkpoint_folder(tmp_path, 2)
-    with pytest.raises(ConfigError, match=r"checkpoint-30 is not a complete checkpoint.*checkpoint-10"):
+    assert find_checkpoint("elsewhere", str(checkpoint_folder(tmp_path, 2))) == checkpoint_folder(
+        tmp_path, 2
+    )
+    with pytest.raises(
+        ConfigError, match=r"checkpoint-30 is not a complete checkpoint.*checkpoint-10"
+    ):
         find_checkpoint(tmp_path, str(checkpoint_folder(tmp_path, 30)))
     assert prune_checkpoints(tmp_path, 0) == []
     assert prune_checkpoints(tmp_path, 1) == [checkpoint_folder(tmp_path, 2)]
@@ -189,7 +211,11 @@ def test_what_the_pipeline_carries_continues_exactly(tmp_path):
     moments.update(torch.tensor([0.1, 0.7, 1 / 3]))
     torch.manual_seed(11)
     for step in (1, 2):
-        states = {"data": sampler.state_dict(), "kl": controller.state_dict(), "moments": moments.state_dict()}
+        states = {
+            "data": sampler.state_dict(),
+            "kl": controller.state_dict(),
+            "moments": moments.state_dict(),
+        }
         save_pipeline_state(tmp_path, step, states, max_ckpt_to_keep=1)
     drawn = torch.rand(3)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2"]
@@ -211,5 +237,7 @@ def test_a_damaged_pipeline_state_is_explained(tmp_path):
     save_pipeline_state(tmp_path, 1, {})
     folder = checkpoint_folder(tmp_path, 1)
     (folder / "pipeline" / "state.json").write_text("{")
-    with pytest.raises(DataError, match=r"state\.json: cannot be read .* use an earlier checkpoint"):
+    with pytest.raises(
+        DataError, match=r"state\.json: cannot be read .* use an earlier checkpoint"
+    ):
         load_pipeline_state(folder)

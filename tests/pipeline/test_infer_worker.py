@@ -37,14 +37,24 @@ def infer_cluster(folder, *, backend="local", workers=1, dtype="fp32", **options
 def prompts(*, global_step=0, **generation_config):
     ids = torch.tensor([[0, 0, 30, 31], [40, 41, 42, 43], [0, 50, 51, 52]])
     return DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": (ids != 0).long(), "prompt_id": torch.tensor([7, 8, 9])},
-        meta_info={"generation_config": {"max_new_tokens": 8, **generation_config}, "global_step": global_step},
+        {
+            "input_ids": ids,
+            "attention_mask": (ids != 0).long(),
+            "prompt_id": torch.tensor([7, 8, 9]),
+        },
+        meta_info={
+            "generation_config": {"max_new_tokens": 8, **generation_config},
+            "global_step": global_step,
+        },
     )
 
 
 def requests_of(count, *, max_new_tokens=8, num_samples=1):
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    return [GenerationRequest(f"r{i}", tuple(range(10 + i, 13 + 2 * i)), params, num_samples) for i in range(count)]
+    return [
+        GenerationRequest(f"r{i}", tuple(range(10 + i, 13 + 2 * i)), params, num_samples)
+        for i in range(count)
+    ]
 
 
 def test_its_path_in_roll_still_works():
@@ -61,17 +71,25 @@ def test_rows_of_a_group_are_neighbours_and_carry_what_the_engine_said(folder):
     assert rows.non_tensor_batch["policy_version"].tolist() == [0] * 9
     assert rows.non_tensor_batch["drop_reason"].tolist() == [None] * 9
     model = cluster.workers[0].strategy.model
-    logits = model(rows.batch["input_ids"], attention_mask=rows.batch["attention_mask"]).logits.materialize()
-    expected = logits[:, :-1].log_softmax(-1).gather(-1, rows.batch["input_ids"][:, 1:, None])[..., 0]
+    logits = model(
+        rows.batch["input_ids"], attention_mask=rows.batch["attention_mask"]
+    ).logits.materialize()
+    expected = (
+        logits[:, :-1].log_softmax(-1).gather(-1, rows.batch["input_ids"][:, 1:, None])[..., 0]
+    )
     mask = rows.batch["response_mask"][:, 1:].bool()
-    torch.testing.assert_close(rows.batch["infer_logprobs"][mask], expected[mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        rows.batch["infer_logprobs"][mask], expected[mask], rtol=0, atol=1e-5
+    )
     assert (rows.batch["infer_logprobs"][~mask] == 0).all()
     assert rows.meta_info["metrics"]["actor_infer/generate/num_retried@sum"] == 0
 
 
 def test_samples_depend_on_the_step_and_not_on_the_order_of_prompts(folder):
     cluster = infer_cluster(folder)
-    first, again, later = (cluster.generate(prompts(global_step=step)).batch["responses"] for step in (0, 0, 1))
+    first, again, later = (
+        cluster.generate(prompts(global_step=step)).batch["responses"] for step in (0, 0, 1)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, later)
     order = [2, 0, 1]
@@ -94,7 +112,9 @@ def test_a_prompt_that_cannot_be_answered_is_a_row_without_response(folder):
     data.batch["input_ids"][1, 1] = 1000
     rows = cluster.generate(data)
     assert rows.non_tensor_batch["finish_reason"][1] == "error"
-    assert rows.non_tensor_batch["drop_reason"][1] == "unknown token: id 1000, the vocabulary has 100"
+    assert (
+        rows.non_tensor_batch["drop_reason"][1] == "unknown token: id 1000, the vocabulary has 100"
+    )
     assert rows.batch["response_mask"].sum(1).tolist()[1] == 0
     assert (rows.batch["response_mask"].sum(1) > 0).tolist() == [True, False, True]
     metrics = rows.meta_info["metrics"]
@@ -123,7 +143,9 @@ def test_shares_are_contiguous_and_even():
 
 def test_a_model_of_another_precision_gets_a_copy_of_the_weights(folder):
     config = make_config("dpo", folder, training_args={"learning_rate": 1e-2})
-    train = Cluster("actor_train", PROBES["dpo"], ResourceManager(0, 1, backend="local"), config.actor_train)
+    train = Cluster(
+        "actor_train", PROBES["dpo"], ResourceManager(0, 1, backend="local"), config.actor_train
+    )
     train.initialize(config)
     infer = infer_cluster(folder, dtype="bf16")
     updates = ModelUpdateGroup(train, infer)
@@ -138,7 +160,9 @@ def test_a_model_of_another_precision_gets_a_copy_of_the_weights(folder):
 
 def test_shared_weights_are_seen_at_once_and_outputs_name_their_version(folder):
     config = make_config("dpo", folder, training_args={"learning_rate": 1e-2})
-    train = Cluster("actor_train", PROBES["dpo"], ResourceManager(0, 1, backend="local"), config.actor_train)
+    train = Cluster(
+        "actor_train", PROBES["dpo"], ResourceManager(0, 1, backend="local"), config.actor_train
+    )
     train.initialize(config)
     infer = infer_cluster(folder)
     updates = ModelUpdateGroup(train, infer)
@@ -164,7 +188,9 @@ def test_two_workers_on_ray_answer_as_one_does_and_can_be_aborted(folder):
         assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
         running = cluster.generate_requests(
             [
-                GenerationRequest(f"long{i}", (5, 6, 7), SamplingParams(max_new_tokens=500), num_samples=512)
+                GenerationRequest(
+                    f"long{i}", (5, 6, 7), SamplingParams(max_new_tokens=500), num_samples=512
+                )
                 for i in range(2)
             ],
             blocking=False,

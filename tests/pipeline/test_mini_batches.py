@@ -10,9 +10,16 @@ from roll.pipeline.mini_batches import ROW_NUMBER, balance_ranks, local_rows_of_
 def steps_of(numbers_per_rank, **options):
     """The global rows of each step, whichever rank holds them."""
     defaults = {"num_global": 12, "rows_per_step": 4, "epochs": 2, "seed": 5, "unit": 2}
-    per_rank = [list(local_rows_of_steps(numbers, **{**defaults, **options})) for numbers in numbers_per_rank]
+    per_rank = [
+        list(local_rows_of_steps(numbers, **{**defaults, **options}))
+        for numbers in numbers_per_rank
+    ]
     return [
-        sorted(numbers[row] for numbers, rows in zip(numbers_per_rank, step, strict=True) for row in rows)
+        sorted(
+            numbers[row]
+            for numbers, rows in zip(numbers_per_rank, step, strict=True)
+            for row in rows
+        )
         for step in zip(*per_rank, strict=True)
     ]
 
@@ -25,16 +32,22 @@ def test_steps_do_not_depend_on_the_number_of_ranks():
     assert len(alone) == 6
     assert sorted(chain.from_iterable(alone[:3])) == rows
     assert alone[:3] != alone[3:], "every epoch has a permutation of its own"
-    assert all(row + 1 in step for step in alone for row in step if row % 2 == 0), "pairs stay together"
+    assert all(row + 1 in step for step in alone for row in step if row % 2 == 0), (
+        "pairs stay together"
+    )
 
 
 def test_one_step_of_all_rows_keeps_their_order():
-    assert list(local_rows_of_steps([0, 1, 2], num_global=3, rows_per_step=8, epochs=1, seed=0)) == [[0, 1, 2]]
+    assert list(
+        local_rows_of_steps([0, 1, 2], num_global=3, rows_per_step=8, epochs=1, seed=0)
+    ) == [[0, 1, 2]]
 
 
 def test_pairs_that_are_cut_apart_are_refused():
     with pytest.raises(ValueError, match="3 of 6 rows: rows come in units of 2"):
-        list(local_rows_of_steps([0, 1, 2], num_global=6, rows_per_step=2, epochs=1, seed=0, unit=2))
+        list(
+            local_rows_of_steps([0, 1, 2], num_global=6, rows_per_step=2, epochs=1, seed=0, unit=2)
+        )
 
 
 def batch_of(lengths):
@@ -45,7 +58,10 @@ def batch_of(lengths):
 def test_every_rank_gets_long_and_short_rows():
     batch = batch_of([8, 8, 1, 1])
     balanced = balance_ranks(batch, 2)
-    assert [sorted(piece.non_tensor_batch["length"].tolist()) for piece in balanced.chunk(2)] == [[1, 8], [1, 8]]
+    assert [sorted(piece.non_tensor_batch["length"].tolist()) for piece in balanced.chunk(2)] == [
+        [1, 8],
+        [1, 8],
+    ]
     assert [int(n) for n in batch.non_tensor_batch["length"][balanced[ROW_NUMBER].numpy()]] == list(
         balanced.non_tensor_batch["length"]
     )

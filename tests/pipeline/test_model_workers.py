@@ -29,8 +29,17 @@ def role_of(folder, name, strategy, **options):
     return WorkerConfig(
         name=name,
         strategy_args={"strategy_name": strategy},
-        model_args={"model_name_or_path": str(folder), "dtype": "fp32", "disable_gradient_checkpointing": True},
-        training_args={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 60, **options},
+        model_args={
+            "model_name_or_path": str(folder),
+            "dtype": "fp32",
+            "disable_gradient_checkpointing": True,
+        },
+        training_args={
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "max_steps": 60,
+            **options,
+        },
         infer_batch_size=3,
     )
 
@@ -56,18 +65,27 @@ def test_a_critic_learns_the_returns(folder):
 
 def test_a_reward_model_scores_rows_whatever_their_padding(folder):
     role = role_of(folder, "reward", "hf_infer")
-    role = role.model_copy(update={"model_args": role.model_args.model_copy(update={"random_init": True})})
+    role = role.model_copy(
+        update={"model_args": role.model_args.model_copy(update={"random_init": True})}
+    )
     cluster = make_cluster("reward", RewardWorker, role, folder)
     batch = make_batch("agentic")
     rewards = cluster.compute_rewards(batch).batch["response_level_rewards"]
     assert rewards.shape == (len(batch),)
-    alone = torch.cat([cluster.compute_rewards(batch[i]).batch["response_level_rewards"] for i in range(len(batch))])
+    alone = torch.cat(
+        [
+            cluster.compute_rewards(batch[i]).batch["response_level_rewards"]
+            for i in range(len(batch))
+        ]
+    )
     torch.testing.assert_close(rewards, alone, rtol=1e-4, atol=1e-5)
     assert rewards.unique().numel() == len(batch)
 
 
 def test_greedy_answers_are_those_of_plain_transformers(folder):
-    cluster = make_cluster("actor_infer", InferWorker, role_of(folder, "actor_infer", "hf_infer"), folder)
+    cluster = make_cluster(
+        "actor_infer", InferWorker, role_of(folder, "actor_infer", "hf_infer"), folder
+    )
     ids = torch.tensor([[0, 0, 30, 31], [40, 41, 42, 43]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     prompts = DataProto.from_dict(
@@ -76,7 +94,9 @@ def test_greedy_answers_are_those_of_plain_transformers(folder):
     )
     rows = cluster.generate(prompts)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    expected = plain.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5, pad_token_id=0)[:, 4:]
+    expected = plain.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=5, pad_token_id=0
+    )[:, 4:]
     for row, answer in zip(rows, expected, strict=True):
         sampled = row.batch["input_ids"][row.batch["response_mask"] != 0]
         assert sampled.tolist() == answer.tolist()[: len(sampled)]

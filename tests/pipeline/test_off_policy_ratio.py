@@ -27,12 +27,23 @@ def folder(tmp_path_factory):
 
 def first_update(name, folder, gap=GAP, **options):
     """(batch that was trained on, metrics of the first update) of samples from a policy with another probability."""
-    options = {"enable_old_logprobs_recompute": False, "use_kl_loss": False, "init_kl_coef": 0, **options}
+    options = {
+        "enable_old_logprobs_recompute": False,
+        "use_kl_loss": False,
+        "init_kl_coef": 0,
+        **options,
+    }
     config = make_config(name, folder, micro_batch=8, training_args={"max_steps": 1}, **options)
-    with Cluster("actor_train", PROBES[name], ResourceManager(backend="local"), config.actor_train) as actor:
+    with Cluster(
+        "actor_train", PROBES[name], ResourceManager(backend="local"), config.actor_train
+    ) as actor:
         actor.initialize(config)
         pipeline = object.__new__(PIPELINES[name])
-        pipeline.pipeline_config, pipeline.actor_train, pipeline.metrics = config, actor, MetricsManager()
+        pipeline.pipeline_config, pipeline.actor_train, pipeline.metrics = (
+            config,
+            actor,
+            MetricsManager(),
+        )
         batch = make_batch(name)
         batch.meta_info["global_step"] = 0
         del batch.batch["old_log_probs"]

@@ -23,7 +23,9 @@ from roll.pipeline.rlvr.rlvr_config import RLVRConfig
     ],
 )
 def test_the_loss_is_that_of_pg_variant(pg_cls: Any, cls: Any, config_cls: Any) -> None:
-    config = config_cls(prompt_length=8, sequence_length=16, force_disable_old_logprobs_recompute=True)
+    config = config_cls(
+        prompt_length=8, sequence_length=16, force_disable_old_logprobs_recompute=True
+    )
     data, logits = policy_batch()
     losses = {}
     for variant in ("topr", "cispo", "ppo"):
@@ -32,6 +34,8 @@ def test_the_loss_is_that_of_pg_variant(pg_cls: Any, cls: Any, config_cls: Any) 
             worker = worker_cls(WorkerConfig(name="actor_train", pg_variant=variant))
             worker.pipeline_config = config
             results.append(loss_and_gradient(worker, data, logits))
-        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][2], results[1][2])
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(
+            results[0][2], results[1][2]
+        )
         losses[variant] = float(results[0][0])
     assert len(set(losses.values())) == 3

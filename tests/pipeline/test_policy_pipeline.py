@@ -18,7 +18,9 @@ class NotingCluster:
         self.name, self.story = name, story
 
     def execute_all_sync(self, method, data):
-        self.story.append((self.name, method, len(data), data.meta_info.get("disable_adapter", False)))
+        self.story.append(
+            (self.name, method, len(data), data.meta_info.get("disable_adapter", False))
+        )
         sums_BT = data["input_ids"].sum(1, keepdim=True).float()
         found = {"log_probs": sums_BT, "values": sums_BT}
         return DataProto.from_dict(found, meta_info={"metrics": {f"{self.name}/calls@sum": 1.0}})
@@ -42,7 +44,9 @@ def make_pipeline(*, reference=True, critic=True, **config):
     pipeline.reference = NotingCluster("reference", story) if reference else None
     pipeline.critic = NotingCluster("critic", story) if critic else None
     pipeline.clusters = [
-        cluster for cluster in (pipeline.actor_train, pipeline.reference, pipeline.critic) if cluster is not None
+        cluster
+        for cluster in (pipeline.actor_train, pipeline.reference, pipeline.critic)
+        if cluster is not None
     ]
     pipeline.metrics = MetricsManager()
     pipeline.pipeline_config = SimpleNamespace(
@@ -53,14 +57,22 @@ def make_pipeline(*, reference=True, critic=True, **config):
 
 def make_rows(num_rows):
     ids = torch.arange(1, 2 * num_rows + 1).view(num_rows, 2)
-    columns = {name: torch.ones_like(ids) for name in ("attention_mask", "position_ids", "response_mask", "mask")}
-    return DataProto.from_dict({"input_ids": ids, **columns}, meta_info={"loss_mask_keys": ["mask"], "global_step": 7})
+    columns = {
+        name: torch.ones_like(ids)
+        for name in ("attention_mask", "position_ids", "response_mask", "mask")
+    }
+    return DataProto.from_dict(
+        {"input_ids": ids, **columns}, meta_info={"loss_mask_keys": ["mask"], "global_step": 7}
+    )
 
 
 def test_one_row_is_scored_by_two_ranks_and_comes_back_once():
     pipeline, story = make_pipeline()
     batch = pipeline.add_values(pipeline.add_reference(make_rows(1)))
-    assert story == [("reference", "compute_log_probs", 2, False), ("critic", "compute_values", 2, False)]
+    assert story == [
+        ("reference", "compute_log_probs", 2, False),
+        ("critic", "compute_values", 2, False),
+    ]
     assert batch["ref_log_probs"].tolist() == [[3.0]] and batch["values"].tolist() == [[3.0]]
     assert {"reference/calls@sum", "critic/calls@sum"} <= pipeline.metrics.metrics.keys()
 

@@ -13,7 +13,13 @@ from roll.pipeline.registry import CONFIG_CLASSES, detect_pipeline, load_config,
     [
         ({"pipeline": "dpo", "rewards": {}}, "dpo"),
         ({"pipeline_cls": "roll.pipeline.agentic.agentic_pipeline.AgenticPipeline"}, "agentic"),
-        ({"pipeline_cls": "roll.pipeline.rlvr.rlvr_pipeline.RLVRPipeline", "rollout_batch_size": 3}, "rlvr"),
+        (
+            {
+                "pipeline_cls": "roll.pipeline.rlvr.rlvr_pipeline.RLVRPipeline",
+                "rollout_batch_size": 3,
+            },
+            "rlvr",
+        ),
         ({"pipeline_cls": "my.own.Pipeline", "custom_envs": {}}, "agentic"),
         ({"beta": 0.1}, "dpo"),
         ({"chosen_key": "a", "validation": {}}, "dpo"),
@@ -35,7 +41,10 @@ def test_no_sign_of_a_pipeline_lists_what_was_looked_for():
     assert message.startswith(
         "no key says which pipeline this is; add `pipeline:` with one of dpo, rlvr, agentic, sft (dpo: loss_type,"
     )
-    assert "agentic: custom_envs, train_env_manager" in message and "num_return_sequences_in_group" in message
+    assert (
+        "agentic: custom_envs, train_env_manager" in message
+        and "num_return_sequences_in_group" in message
+    )
 
 
 def test_an_empty_file_is_called_empty(tmp_path):
@@ -45,13 +54,16 @@ def test_an_empty_file_is_called_empty(tmp_path):
 
 
 def test_signs_of_two_pipelines_are_both_shown():
-    with pytest.raises(ConfigError, match=r"keys of several pipelines \(rlvr: rewards; agentic: custom_envs\)"):
+    with pytest.raises(
+        ConfigError, match=r"keys of several pipelines \(rlvr: rewards; agentic: custom_envs\)"
+    ):
         detect_pipeline({"rewards": {}, "custom_envs": {}})
 
 
 def test_an_unknown_pipeline_suggests_the_nearest():
     with pytest.raises(
-        ConfigError, match=r'pipeline: found "rlv" .*, expected one of dpo, rlvr, agentic, sft; did you mean "rlvr"'
+        ConfigError,
+        match=r'pipeline: found "rlv" .*, expected one of dpo, rlvr, agentic, sft; did you mean "rlvr"',
     ):
         detect_pipeline({"pipeline": "rlv"})
     with pytest.raises(ConfigError, match=r"pipeline: found 3"):

@@ -62,8 +62,15 @@ def test_batch_balance_reorders_in_place():
     batch = batch_of_lengths([10, 9, 2, 1])
     metrics = batch_balance(batch, dp_size=2, minibatch_size=4)
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
-    assert sum(lengths[:2]) == sum(lengths[2:]) == 11 and sorted(batch.batch["row"].tolist()) == [0, 1, 2, 3]
-    assert metrics["global_seqlen/minmax_diff"] == 16 and metrics["global_seqlen/balanced_max"] == 11
+    assert sum(lengths[:2]) == sum(lengths[2:]) == 11 and sorted(batch.batch["row"].tolist()) == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert (
+        metrics["global_seqlen/minmax_diff"] == 16 and metrics["global_seqlen/balanced_max"] == 11
+    )
 
 
 def test_batch_balance_puts_short_rows_at_both_ends_of_a_rank():

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loss_cases import GARBAGE
-from reward_batches import NAN, advantage_batch, assert_unchanged, reward_config, snapshot, token_batch
+from reward_batches import (
+    NAN,
+    advantage_batch,
+    assert_unchanged,
+    reward_config,
+    snapshot,
+    token_batch,
+)
 from torch import Tensor
 
 from roll.distributed.scheduler.protocol import DataProto
@@ -38,14 +45,22 @@ def test_ad8_columns_are_written_on_a_new_batch_only():
     batch = advantage_batch()
     batch.meta_info["global_step"] = 3
     before = snapshot(batch)
-    data = compute_advantage(batch, 0.9, 0.8, "gae", advantage_clip=0.1, whiten_advantages=True, whiten_rewards=True)
+    data = compute_advantage(
+        batch, 0.9, 0.8, "gae", advantage_clip=0.1, whiten_advantages=True, whiten_rewards=True
+    )
     assert_unchanged(before, batch)
-    assert set(data.batch.keys()) - set(batch.batch.keys()) == {"advantages", "returns", "raw_advantages"}
+    assert set(data.batch.keys()) - set(batch.batch.keys()) == {
+        "advantages",
+        "returns",
+        "raw_advantages",
+    }
     assert torch.equal(data.batch["values"], torch.tensor([[0.2, 0, 0.4, 0], [0, 0.1, 0.3, 0]]))
     assert data.meta_info["global_step"] == 3
 
 
-@pytest.mark.parametrize("estimator", ["gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"])
+@pytest.mark.parametrize(
+    "estimator", ["gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce"]
+)
 def test_ad8_a_second_call_gives_the_same_advantages(estimator):
     once = compute_advantage(advantage_batch(), 0.9, 0.8, estimator, advantage_clip=0.7)
     twice = compute_advantage(once, 0.9, 0.8, estimator, advantage_clip=0.7)
@@ -60,7 +75,10 @@ def test_ad5_metrics_are_merged():
     batch = advantage_batch()
     batch.meta_info["metrics"] = {"time/x": 1.0}
     data = compute_advantage(batch, 1.0, 1.0, "reinforce", advantage_clip=1.2)
-    assert data.meta_info["metrics"] == {"time/x": 1.0, "critic/advantage_clip_frac": pytest.approx(1 / 4)}
+    assert data.meta_info["metrics"] == {
+        "time/x": 1.0,
+        "critic/advantage_clip_frac": pytest.approx(1 / 4),
+    }
     assert batch.meta_info["metrics"] == {"time/x": 1.0}
     untouched = compute_advantage(batch, 1.0, 1.0, "reinforce")
     assert untouched.meta_info["metrics"] == {"time/x": 1.0}
@@ -69,9 +87,14 @@ def test_ad5_metrics_are_merged():
 def test_ad6_clip_fraction_does_not_depend_on_padding():
     batch = advantage_batch()
     wide = DataProto.from_dict(
-        {key: torch.nn.functional.pad(batch.batch[key].float(), (0, 7)) for key in batch.batch.keys()}
+        {
+            key: torch.nn.functional.pad(batch.batch[key].float(), (0, 7))
+            for key in batch.batch.keys()
+        }
     )
-    narrow, padded = (compute_advantage(b, 1.0, 1.0, "reinforce", advantage_clip=1.2) for b in (batch, wide))
+    narrow, padded = (
+        compute_advantage(b, 1.0, 1.0, "reinforce", advantage_clip=1.2) for b in (batch, wide)
+    )
     assert narrow.meta_info == padded.meta_info
 
 
@@ -82,7 +105,9 @@ def test_ad9_whitening_rewards_centres_them():
         1.0, 1.0, "reinforce", whiten_rewards=True,
     )  # fmt: skip
     std = (3 + 1e-8) ** 0.5
-    torch.testing.assert_close(data.batch["token_level_rewards"], torch.tensor([[-1 / std, -1 / std, 2 / std]]))
+    torch.testing.assert_close(
+        data.batch["token_level_rewards"], torch.tensor([[-1 / std, -1 / std, 2 / std]])
+    )
 
 
 def test_an_explicit_mask_replaces_the_column():
@@ -93,10 +118,15 @@ def test_an_explicit_mask_replaces_the_column():
 
 def test_whitening_of_fewer_than_two_tokens_is_skipped_with_a_warning(caplog):
     batch = DataProto.from_dict(
-        {"token_level_rewards": torch.tensor([[9.0, 2.0]]), "response_mask": torch.tensor([[0, 0, 1]])}
+        {
+            "token_level_rewards": torch.tensor([[9.0, 2.0]]),
+            "response_mask": torch.tensor([[0, 0, 1]]),
+        }
     )
     with caplog.at_level("WARNING"):
-        data = compute_advantage(batch, 1.0, 1.0, "gigpo", whiten_advantages=True, whiten_rewards=True)
+        data = compute_advantage(
+            batch, 1.0, 1.0, "gigpo", whiten_advantages=True, whiten_rewards=True
+        )
     assert data.batch["advantages"].tolist() == [[0, 2]] and "whitening is skipped" in caplog.text
 
 
@@ -110,7 +140,9 @@ def test_ad7_garbage_under_the_mask_changes_no_bit(estimator, garbage):
     clean.batch["token_level_rewards"] = clean.batch["token_level_rewards"].nan_to_num(0.0)
     clean.batch["values"] = clean.batch["values"].nan_to_num(0.0)
     source = advantage_batch()
-    dirty = advantage_batch(**{key: fill(source.batch[key]) for key in ("token_level_rewards", "values")})
+    dirty = advantage_batch(
+        **{key: fill(source.batch[key]) for key in ("token_level_rewards", "values")}
+    )
     options = {"advantage_clip": 0.5, "whiten_advantages": True, "whiten_rewards": True}
     results = [compute_advantage(b, 0.9, 0.8, estimator, **options) for b in (clean, dirty)]
     for key in ("advantages", "returns", "raw_advantages", "token_level_rewards"):
@@ -122,7 +154,9 @@ def test_ad7_garbage_under_the_mask_changes_no_bit(estimator, garbage):
 def test_nan_at_a_valid_token_names_key_and_row(key):
     bad = torch.zeros(2, 4)
     bad[1, 1] = math.inf
-    with pytest.raises(ValueError, match=rf"{key} is not finite .* rows \[1\]: {key}\[1, 1\] is inf"):
+    with pytest.raises(
+        ValueError, match=rf"{key} is not finite .* rows \[1\]: {key}\[1, 1\] is inf"
+    ):
         compute_advantage(advantage_batch(**{key: bad}), 1.0, 1.0, "gae")
     if key == "values":  # not read, not checked
         compute_advantage(advantage_batch(**{key: bad}), 1.0, 1.0, "reinforce")
@@ -141,7 +175,9 @@ def test_errors_of_compute_advantage():
         compute_advantage(advantage_batch(), 1.0, -0.1, "gae")
     with pytest.raises(ValueError, match="advantage_clip=-1"):
         compute_advantage(advantage_batch(), 1.0, 1.0, "reinforce", advantage_clip=-1)
-    with pytest.raises(ValueError, match=r"token_level_rewards has shape \(2, 4\).*response_mask\[:, 1:\]"):
+    with pytest.raises(
+        ValueError, match=r"token_level_rewards has shape \(2, 4\).*response_mask\[:, 1:\]"
+    ):
         batch = advantage_batch()
         compute_advantage(batch, 1.0, 1.0, "reinforce", response_mask=batch.batch["response_mask"])
 
@@ -162,7 +198,12 @@ def test_seed_usage_from_rewards_to_advantages():
     data, reward_metrics = reward_postprocess(data, config, {})
     data, kl_metrics = compute_token_reward(data, config, FixedKLController(0.1))
     data = compute_advantage(
-        data=data, gamma=1.0, lambd=1.0, adv_estimator="grpo", advantage_clip=5.0, whiten_advantages=True
+        data=data,
+        gamma=1.0,
+        lambd=1.0,
+        adv_estimator="grpo",
+        advantage_clip=5.0,
+        whiten_advantages=True,
     )
     assert data.batch["advantages"].shape == data.batch["returns"].shape == (4, 5)
     # Group 0 differs by one: +-0.7071 on all of its tokens; whitened over 8 tokens of that and 8 zeros.
@@ -170,7 +211,11 @@ def test_seed_usage_from_rewards_to_advantages():
     expected = raw / (raw.repeat_interleave(4).std() ** 2 + 1e-8) ** 0.5
     torch.testing.assert_close(data.batch["advantages"][:, 1:], expected[:, None].expand(4, 4))
     assert not data.batch["advantages"][:, 0].any()
-    assert set(reward_metrics) | set(kl_metrics) >= {"critic/kl", "critic/kl_coef", "critic/reward_clip_frac"}
+    assert set(reward_metrics) | set(kl_metrics) >= {
+        "critic/kl",
+        "critic/kl_coef",
+        "critic/reward_clip_frac",
+    }
 
 
 def test_inputs_and_configs_are_never_changed():
@@ -183,7 +228,9 @@ def test_inputs_and_configs_are_never_changed():
     before = snapshot(batch, config)
     reward_postprocess(batch, config, RunningMoments())
     compute_token_reward(batch, config, AdaptiveKLController(0.2, 0.1, 10))
-    compute_advantage(batch, 0.9, 0.9, "gae", advantage_clip=0.1, whiten_advantages=True, whiten_rewards=True)
+    compute_advantage(
+        batch, 0.9, 0.9, "gae", advantage_clip=0.1, whiten_advantages=True, whiten_rewards=True
+    )
     group_reward_norm(batch, n_sample=2)
     difficulty_mask(batch, n_sample=2)
     flags = SimpleNamespace(
@@ -196,19 +243,34 @@ def test_inputs_and_configs_are_never_changed():
 
 @pytest.mark.parametrize("compute", [compute_advantage, agentic_compute_advantage])
 def test_rolls_call_with_the_whole_config(compute):
-    options = {"gamma": 0.9, "lambd": 0.8, "adv_estimator": "gae", "whiten_advantages": True, "advantage_clip": 0.7}
+    options = {
+        "gamma": 0.9,
+        "lambd": 0.8,
+        "adv_estimator": "gae",
+        "whiten_advantages": True,
+        "advantage_clip": 0.7,
+    }
     expected = compute(advantage_batch(), **options)
     config = RLVRConfig(prompt_length=8, sequence_length=16)
-    for given in (None, config, SimpleNamespace(), SimpleNamespace(use_opd=False, is_pure_opd=False)):
+    for given in (
+        None,
+        config,
+        SimpleNamespace(),
+        SimpleNamespace(use_opd=False, is_pure_opd=False),
+    ):
         data = compute(data=advantage_batch(), response_mask=None, pipeline_config=given, **options)
         assert_unchanged(snapshot(expected), data)
     for key in ("use_opd", "is_pure_opd"):
-        with pytest.raises(ConfigError, match=f"{key}: found true, .*on-policy distillation is not supported"):
+        with pytest.raises(
+            ConfigError, match=f"{key}: found true, .*on-policy distillation is not supported"
+        ):
             compute(advantage_batch(), **options, pipeline_config=SimpleNamespace(**{key: True}))
 
 
 def differences_page() -> str:
-    return " ".join((Path(__file__).parents[2] / "docs" / "differences-from-roll.md").read_text("utf-8").split())
+    return " ".join(
+        (Path(__file__).parents[2] / "docs" / "differences-from-roll.md").read_text("utf-8").split()
+    )
 
 
 def test_steps_that_roll_does_in_place_return_a_new_batch():
@@ -227,9 +289,15 @@ def test_steps_that_roll_does_in_place_return_a_new_batch():
         "compute_token_reward": lambda batch: compute_token_reward(batch, config, control)[0],
         "apply_kl_penalty": lambda batch: apply_kl_penalty(batch, control)[0],
         "compute_advantage": lambda batch: compute_advantage(batch, 1.0, 1.0, "gae"),
-        "agentic_compute_advantage": lambda batch: agentic_compute_advantage(batch, 1.0, 1.0, "gae"),
-        "compute_response_level_rewards": lambda batch: compute_response_level_rewards(batch, config)[0],
-        "get_agentic_response_level_mask": lambda batch: get_agentic_response_level_mask(batch, config)[0],
+        "agentic_compute_advantage": lambda batch: agentic_compute_advantage(
+            batch, 1.0, 1.0, "gae"
+        ),
+        "compute_response_level_rewards": lambda batch: compute_response_level_rewards(
+            batch, config
+        )[0],
+        "get_agentic_response_level_mask": lambda batch: get_agentic_response_level_mask(
+            batch, config
+        )[0],
     }
     listed = differences_page().split("return a new batch: ")[1].split(". ")[0]
     assert set(re.findall(r"`(\w+)`", listed)) == steps.keys()
@@ -248,6 +316,9 @@ def test_steps_that_roll_does_in_place_return_a_new_batch():
 
 def test_helpers_that_roll_does_in_place_return_a_new_dict():
     metrics, other = {"a": [1.0, 3.0]}, {"b": 2}
-    assert reduce_metrics(metrics) == {"a": 2.0} and union_two_dict(metrics, other) == {**metrics, "b": 2}
+    assert reduce_metrics(metrics) == {"a": 2.0} and union_two_dict(metrics, other) == {
+        **metrics,
+        "b": 2,
+    }
     assert metrics == {"a": [1.0, 3.0]} and other == {"b": 2}
     assert "`reduce_metrics` and `union_two_dict` return a new dict" in differences_page()

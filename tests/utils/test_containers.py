@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from roll.utils.containers import divide_by_chunk_size, filter_func_args, traverse_obj, union_two_dict
+from roll.utils.containers import (
+    divide_by_chunk_size,
+    filter_func_args,
+    traverse_obj,
+    union_two_dict,
+)
 
 
 def test_union_two_dict():
@@ -17,8 +22,14 @@ def test_union_two_dict():
 
 
 def test_divide_by_chunk_size():
-    assert [part.tolist() for part in divide_by_chunk_size(np.arange(5), [2, 3])] == [[0, 1], [2, 3, 4]]
-    assert [part.tolist() for part in divide_by_chunk_size(torch.arange(3), [1, 2])] == [[0], [1, 2]]
+    assert [part.tolist() for part in divide_by_chunk_size(np.arange(5), [2, 3])] == [
+        [0, 1],
+        [2, 3, 4],
+    ]
+    assert [part.tolist() for part in divide_by_chunk_size(torch.arange(3), [1, 2])] == [
+        [0],
+        [1, 2],
+    ]
     for sizes in ([2, 2], [5, 0], [6, -1]):
         with pytest.raises(ValueError, match="5 rows"):
             divide_by_chunk_size(np.arange(5), sizes)

@@ -14,7 +14,12 @@ from roll.utils.dynamic_batching import (
 def rows_of(lengths: list[int], width: int) -> DataProto:
     ids = torch.arange(len(lengths))[:, None].repeat(1, width)
     attended = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
-    tensors = {"input_ids": ids, "attention_mask": attended, "log_probs": ids[:, 1:].float(), "score": ids[:, 0]}
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": attended,
+        "log_probs": ids[:, 1:].float(),
+        "score": ids[:, 0],
+    }
     return DataProto.from_dict(tensors, meta_info={"step": 3})
 
 
@@ -22,7 +27,15 @@ def rows_of(lengths: list[int], width: int) -> DataProto:
     ("lengths", "width", "options", "order", "cuts", "widths", "tokens"),
     [
         ([2, 4, 7, 6, 3, 4], 20, (2, 20, 2), [0, 1, 3, 4, 5, 2], [[0, 2], [2, 3]], [4, 8], 32),
-        ([5, 1, 16, 9, 3, 12, 2, 8], 16, (2, 32, 4), [1, 4, 7, 5, 6, 0, 3, 2], [[0, 2], [2, 4]], [8, 16], 96),
+        (
+            [5, 1, 16, 9, 3, 12, 2, 8],
+            16,
+            (2, 32, 4),
+            [1, 4, 7, 5, 6, 0, 3, 2],
+            [[0, 2], [2, 4]],
+            [8, 16],
+            96,
+        ),
         (
             [5, 1, 16, 9, 3, 12, 2, 8],
             16,
@@ -39,7 +52,11 @@ def test_cuts_are_rolls(lengths, width, options, order, cuts, widths, tokens):
     data = rows_of(lengths, width)
     batch, metrics = dynamic_batching_shard(data, *options, log_prefix="train")
     assert batch["score"].tolist() == order
-    assert batch.meta_info["global_micro_batch_indices"] == batch.meta_info["micro_batch_indices"] == cuts
+    assert (
+        batch.meta_info["global_micro_batch_indices"]
+        == batch.meta_info["micro_batch_indices"]
+        == cuts
+    )
     assert batch.meta_info["global_micro_batch_lengths"] == widths and batch.meta_info["step"] == 3
     assert batch.meta_info["num_micro_batchs"] == len(cuts)
     padded = len(lengths) * width
@@ -70,5 +87,7 @@ def test_what_cannot_be_cut():
         dynamic_batching_shard(rows_of([1, 2, 3], 4), 2, 8, 1)
     with pytest.raises(ValueError, match="a row of 3 tokens, rounded up to 4, does not fit"):
         dynamic_batching_shard(rows_of([1, 3], 4), 1, 3, 4)
-    with pytest.raises(ValueError, match="3 more micro-batches are needed, and only 1 have two rows"):
+    with pytest.raises(
+        ValueError, match="3 more micro-batches are needed, and only 1 have two rows"
+    ):
         dynamic_batching_shard(rows_of([1, 2], 4), 1, 8, 1, 4, 2)

@@ -60,7 +60,10 @@ def test_rp1_grpo_normalises_by_group_and_leaves_the_config_alone():
     half, wide = 0.5**0.5 + 1e-6, 2**0.5 + 1e-6
     expected = torch.tensor([0.5 / half, -0.5 / half, 1 / wide, -1 / wide, 0, 0])
     torch.testing.assert_close(data.batch["response_level_rewards"], expected)
-    assert metrics == {"critic/reward_clip_frac": 0.0, "critic/zero_std_group_frac": pytest.approx(1 / 3)}
+    assert metrics == {
+        "critic/reward_clip_frac": 0.0,
+        "critic/zero_std_group_frac": pytest.approx(1 / 3),
+    }
     assert_unchanged(before, batch, config)
 
 
@@ -75,7 +78,9 @@ def test_rp1_grpo_normalises_by_group_and_leaves_the_config_alone():
     ],
 )
 def test_presets_normalise_as_they_say(estimator, expected):
-    data, _ = reward_postprocess(scored([1.0, 0.0, 3.0, 1.0]), reward_config(adv_estimator=estimator), None)
+    data, _ = reward_postprocess(
+        scored([1.0, 0.0, 3.0, 1.0]), reward_config(adv_estimator=estimator), None
+    )
     assert data.batch["response_level_rewards"].tolist() == expected
 
 
@@ -83,7 +88,10 @@ def test_rp2_groups_of_one_are_zero():
     single = SimpleNamespace(generating_args=SimpleNamespace(num_return_sequences=1))
     config = reward_config(adv_estimator="grpo", reward_clip=5.0, actor_infer=single)
     data, metrics = reward_postprocess(scored([1.0, 4.0]), config, None)
-    assert data.batch["response_level_rewards"].tolist() == [0, 0] and metrics["critic/zero_std_group_frac"] == 1
+    assert (
+        data.batch["response_level_rewards"].tolist() == [0, 0]
+        and metrics["critic/zero_std_group_frac"] == 1
+    )
 
 
 def test_rp3_mixed_scopes_keep_the_shape():
@@ -105,7 +113,11 @@ def test_rp4_running_moments_are_found_by_the_domain_of_the_rows():
 
 def test_rp4_running_moments_alone_or_as_the_only_entry():
     config = reward_config(norm_mean_type="running")
-    for running in (RunningMoments(), {"any": RunningMoments()}, {"domain": RunningMoments(), "x": RunningMoments()}):
+    for running in (
+        RunningMoments(),
+        {"any": RunningMoments()},
+        {"domain": RunningMoments(), "x": RunningMoments()},
+    ):
         data, _ = reward_postprocess(scored([1.0, 3.0]), config, running)
         assert data.batch["response_level_rewards"].tolist() == [-1, 1]
 
@@ -115,7 +127,9 @@ def test_running_moments_that_are_missing_or_ambiguous():
     with pytest.raises(KeyError, match=r"no moments of domain 'code'; it has 'math'"):
         reward_postprocess(scored([1.0], domain=["code"]), config, {"math": RunningMoments()})
     with pytest.raises(ValueError, match="one domain at a time; this batch has code, math"):
-        reward_postprocess(scored([1.0, 2.0], domain=["math", "code"]), config, {"math": RunningMoments()})
+        reward_postprocess(
+            scored([1.0, 2.0], domain=["math", "code"]), config, {"math": RunningMoments()}
+        )
     with pytest.raises(ValueError, match="needs running_ctrl"):
         reward_postprocess(scored([1.0]), config, None)
     with pytest.raises(KeyError, match="domain"):
@@ -183,17 +197,26 @@ def test_half_precision_rewards_become_float32():
 
 def test_reward_norm_and_group_reward_norm():
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0])
-    assert reward_norm(rewards, n_sample=2, norm_mean_type="group").tolist() == [0.5, -0.5, -1.5, 1.5]
+    assert reward_norm(rewards, n_sample=2, norm_mean_type="group").tolist() == [
+        0.5,
+        -0.5,
+        -1.5,
+        1.5,
+    ]
     assert reward_norm(rewards).tolist() == rewards.tolist()
     running = RunningMoments()
-    assert reward_norm(rewards, running_ctrl={"domain": running}, norm_mean_type="running").tolist() == [-1, -2, 0, 3]
+    assert reward_norm(
+        rewards, running_ctrl={"domain": running}, norm_mean_type="running"
+    ).tolist() == [-1, -2, 0, 3]
     for n_sample in (-1, 0, 3):
         with pytest.raises(ValueError, match=f"group size {n_sample}"):
             reward_norm(rewards, n_sample=n_sample, norm_mean_type="group")
     batch = scored(rewards.tolist())
     centred = group_reward_norm(batch, n_sample=2, div_std=False).batch["response_level_rewards"]
     assert centred.tolist() == [0.5, -0.5, -1.5, 1.5]
-    together = group_reward_norm(batch, n_sample=2, div_std_global=True).batch["response_level_rewards"]
+    together = group_reward_norm(batch, n_sample=2, div_std_global=True).batch[
+        "response_level_rewards"
+    ]
     torch.testing.assert_close(together, centred / (centred.std() + 1e-6))
     apart = group_reward_norm(batch, n_sample=2).batch["response_level_rewards"]
     torch.testing.assert_close(apart, reward_norm(rewards, 2, None, "group", "group"))
@@ -227,7 +250,9 @@ def test_tr1_a_row_that_ends_with_an_observation_keeps_its_reward():
 def test_tr2_one_response_token_or_none():
     mask = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
     config = reward_config(add_token_level_kl=False)
-    data, metrics = compute_token_reward(token_batch(response_mask=mask), config, FixedKLController(0.1))
+    data, metrics = compute_token_reward(
+        token_batch(response_mask=mask), config, FixedKLController(0.1)
+    )
     assert data.batch["token_level_rewards"].tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
     assert metrics["critic/empty_response_frac"] == 0.5
 
@@ -239,7 +264,9 @@ def test_tr3_position_ids_are_not_needed():
 
 def test_tr4_no_reference_is_no_divergence():
     config = reward_config(add_token_level_kl=False)
-    data, metrics = compute_token_reward(token_batch(ref_log_probs=None), config, FixedKLController(0.1))
+    data, metrics = compute_token_reward(
+        token_batch(ref_log_probs=None), config, FixedKLController(0.1)
+    )
     assert data.batch["token_level_rewards"].tolist() == [[0, 0, 1, 0], [0, 0, 0, -0.5]]
     assert metrics["critic/kl"] == 0 and metrics["critic/kl_coef"] == 0
     compute_token_reward(token_batch(old_log_probs=None), config, FixedKLController(0.1))
@@ -254,16 +281,22 @@ def test_tr4_the_penalty_needs_both_log_probs(key):
 def test_tr5_integer_placeholders_are_not_log_probs():
     placeholder = torch.zeros(2, 4, dtype=torch.long)
     _, metrics = compute_token_reward(
-        token_batch(old_log_probs=placeholder), reward_config(add_token_level_kl=False), FixedKLController(0.1)
+        token_batch(old_log_probs=placeholder),
+        reward_config(add_token_level_kl=False),
+        FixedKLController(0.1),
     )
     assert metrics["critic/kl"] == 0
     with pytest.raises(ValueError, match=r"old_log_probs holds torch\.int64: a placeholder"):
-        compute_token_reward(token_batch(old_log_probs=placeholder), reward_config(), FixedKLController(0.1))
+        compute_token_reward(
+            token_batch(old_log_probs=placeholder), reward_config(), FixedKLController(0.1)
+        )
 
 
 def test_tr6_the_controller_hears_only_a_divergence_that_was_penalised():
     controller = AdaptiveKLController(0.2, target=10.0, horizon=100)
-    _, metrics = compute_token_reward(token_batch(), reward_config(add_token_level_kl=False), controller)
+    _, metrics = compute_token_reward(
+        token_batch(), reward_config(add_token_level_kl=False), controller
+    )
     assert controller.value == 0.2 and metrics["critic/kl_coef"] == 0 and metrics["critic/kl"] != 0
     _, metrics = compute_token_reward(token_batch(), reward_config(), controller)
     assert metrics["critic/kl_coef"] == 0.2  # the value before the update
@@ -271,7 +304,9 @@ def test_tr6_the_controller_hears_only_a_divergence_that_was_penalised():
 
 
 def test_tr7_clip_fraction_counts_response_tokens():
-    data, metrics = compute_token_reward(token_batch(), reward_config(reward_clip=0.4), FixedKLController(0.0))
+    data, metrics = compute_token_reward(
+        token_batch(), reward_config(reward_clip=0.4), FixedKLController(0.0)
+    )
     assert data.batch["token_level_rewards"][0, 2].item() == pytest.approx(0.4)
     assert metrics["critic/token_reward_clip_frac"] == pytest.approx(2 / 5)
 
@@ -281,7 +316,9 @@ def test_tr8_empty_rows_do_not_dilute_the_divergence():
     _, alone = compute_token_reward(batch[:1], reward_config(), FixedKLController(0.1))
     mask = batch.batch["response_mask"].clone()
     mask[1] = 0
-    _, with_empty = compute_token_reward(token_batch(response_mask=mask), reward_config(), FixedKLController(0.1))
+    _, with_empty = compute_token_reward(
+        token_batch(response_mask=mask), reward_config(), FixedKLController(0.1)
+    )
     assert with_empty["critic/kl"] == alone["critic/kl"] == pytest.approx(0.15)
 
 
@@ -292,32 +329,49 @@ def test_tr9_integer_rewards_give_float_token_rewards():
 
 
 def test_tr10_a_clip_of_zero_is_off():
-    data, metrics = compute_token_reward(token_batch(), reward_config(reward_clip=0.0), FixedKLController(0.0))
-    assert data.batch["token_level_rewards"][0, 2] == 1 and metrics["critic/token_reward_clip_frac"] == 0
+    data, metrics = compute_token_reward(
+        token_batch(), reward_config(reward_clip=0.0), FixedKLController(0.0)
+    )
+    assert (
+        data.batch["token_level_rewards"][0, 2] == 1
+        and metrics["critic/token_reward_clip_frac"] == 0
+    )
 
 
 def test_older_token_rewards_become_scores():
     scores = torch.full((2, 3), 7.0)
-    data, _ = compute_token_reward(token_batch(token_level_rewards=scores), reward_config(), FixedKLController(0.1))
-    assert torch.equal(data.batch["token_level_scores"], scores) and data.batch["token_level_rewards"].shape == (2, 4)
+    data, _ = compute_token_reward(
+        token_batch(token_level_rewards=scores), reward_config(), FixedKLController(0.1)
+    )
+    assert torch.equal(data.batch["token_level_scores"], scores) and data.batch[
+        "token_level_rewards"
+    ].shape == (2, 4)
 
 
 @pytest.mark.parametrize("key", ["old_log_probs", "ref_log_probs"])
 def test_nan_log_probs_at_a_response_token_name_key_and_row(key):
     bad = torch.zeros(2, 4)
     bad[1, 2] = NAN
-    with pytest.raises(ValueError, match=rf"{key} is not finite .* rows \[1\]: {key}\[1, 2\] is nan"):
+    with pytest.raises(
+        ValueError, match=rf"{key} is not finite .* rows \[1\]: {key}\[1, 2\] is nan"
+    ):
         compute_token_reward(token_batch(**{key: bad}), reward_config(), FixedKLController(0.1))
 
 
 def test_log_probs_of_the_wrong_width_name_the_key():
-    with pytest.raises(ValueError, match=r"old_log_probs has shape \(2, 5\).*response_mask\[:, 1:\]"):
-        compute_token_reward(token_batch(old_log_probs=torch.zeros(2, 5)), reward_config(), FixedKLController(0.1))
+    with pytest.raises(
+        ValueError, match=r"old_log_probs has shape \(2, 5\).*response_mask\[:, 1:\]"
+    ):
+        compute_token_reward(
+            token_batch(old_log_probs=torch.zeros(2, 5)), reward_config(), FixedKLController(0.1)
+        )
 
 
 def test_kl5_full_divergence_of_sampled_tokens_is_an_error():
     with pytest.raises(ValueError, match="whole vocabulary"):
-        compute_token_reward(token_batch(), reward_config(kl_penalty="full"), FixedKLController(0.1))
+        compute_token_reward(
+            token_batch(), reward_config(kl_penalty="full"), FixedKLController(0.1)
+        )
 
 
 def test_apply_kl_penalty_is_the_same_without_a_config():
@@ -348,8 +402,12 @@ def test_token_reward_matches_the_reference(kind, seed, clip):
     config = reward_config(kl_penalty=kind, reward_clip=clip)
     data, metrics = compute_token_reward(batch, config, FixedKLController(0.3))
     kl = reference.approx_kl(old.tolist(), ref.tolist(), mask.tolist(), kind)
-    expected, mean_kl, clip_frac = reference.token_rewards(rewards.tolist(), mask.tolist(), kl, 0.3, clip)
-    torch.testing.assert_close(data.batch["token_level_rewards"], torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    expected, mean_kl, clip_frac = reference.token_rewards(
+        rewards.tolist(), mask.tolist(), kl, 0.3, clip
+    )
+    torch.testing.assert_close(
+        data.batch["token_level_rewards"], torch.tensor(expected), rtol=1e-5, atol=1e-5
+    )
     assert metrics["critic/kl"] == pytest.approx(mean_kl, rel=1e-4, abs=1e-6)
     assert metrics["critic/token_reward_clip_frac"] == pytest.approx(clip_frac, abs=1e-6)
 
@@ -362,8 +420,12 @@ def test_garbage_under_the_mask_of_log_probs_changes_no_bit(garbage):
         for key in ("old_log_probs", "ref_log_probs"):
             column = token_batch().batch[key]
             columns[key] = torch.where(column.isnan(), torch.tensor(fill), column)
-        runs.append(compute_token_reward(token_batch(**columns), reward_config(), FixedKLController(0.1)))
-    assert torch.equal(runs[0][0].batch["token_level_rewards"], runs[1][0].batch["token_level_rewards"])
+        runs.append(
+            compute_token_reward(token_batch(**columns), reward_config(), FixedKLController(0.1))
+        )
+    assert torch.equal(
+        runs[0][0].batch["token_level_rewards"], runs[1][0].batch["token_level_rewards"]
+    )
     assert runs[0][1] == runs[1][1]
 
 
@@ -388,7 +450,9 @@ def sample_batch() -> DataProto:
 
 def test_sample_masks_off_keep_everything():
     data, metrics = get_sample_level_mask(sample_batch(), mask_config())
-    assert torch.equal(data.batch["final_response_mask"], sample_batch().batch["response_mask"][:, 1:].float())
+    assert torch.equal(
+        data.batch["final_response_mask"], sample_batch().batch["response_mask"][:, 1:].float()
+    )
     assert torch.equal(data.batch["origin_response_mask"], sample_batch().batch["response_mask"])
     assert metrics == {
         "actor/max_len_mask_ratio": 1.0,
@@ -418,7 +482,12 @@ def test_sample_masks_by_hand():
 
 def test_difficulty_mask_of_single_samples_keeps_all():
     assert difficulty_mask(sample_batch(), n_sample=-1).batch["difficulty_mask"].all()
-    assert difficulty_mask(sample_batch(), n_sample=2).batch["difficulty_mask"].tolist() == [False, False, True, True]
+    assert difficulty_mask(sample_batch(), n_sample=2).batch["difficulty_mask"].tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 # ROLL's names
@@ -428,13 +497,17 @@ def test_wrappers_are_the_algorithms():
     rewards, values = torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0.5, 1.0, 2.0]])
     advantages, returns = compute_reinforce_return(rewards, gamma=0.5, lambd=1.0)
     assert advantages.tolist() == returns.tolist() == [[3, 4, 4]]
-    assert compute_reinforce_return(rewards, 0.5, 1.0, torch.tensor([[1, 0, 1]]))[0].tolist() == [[3, 0, 4]]
+    assert compute_reinforce_return(rewards, 0.5, 1.0, torch.tensor([[1, 0, 1]]))[0].tolist() == [
+        [3, 0, 4]
+    ]
     advantages, returns = compute_gae_advantage_return(rewards, values, 0.5, 0.5)
     assert advantages.tolist() == [[1.625, 2.5, 2]] and returns.tolist() == [[2.125, 3.5, 4]]
     assert compute_clip_fraction(rewards, 3.0, 1.5) == pytest.approx(2 / 3)
     assert compute_clip_fraction(rewards, 3.0, 1.5, mask=torch.tensor([[1, 0, 0]])) == 1
     assert compute_clip_fraction(torch.zeros(0), 1.0, -1.0) == 0
-    assert compute_approx_kl(rewards, values, torch.tensor([[1, 1, 0]]), "abs").tolist() == [[0.5, 1, 0]]
+    assert compute_approx_kl(rewards, values, torch.tensor([[1, 1, 0]]), "abs").tolist() == [
+        [0.5, 1, 0]
+    ]
     loss = agg_loss(rewards, torch.tensor([[1, 1, 0]]), "token-mean", batch_num_tokens=6)
     assert loss.item() == pytest.approx(0.5)
 
@@ -442,4 +515,6 @@ def test_wrappers_are_the_algorithms():
 def test_non_tensor_columns_survive():
     batch = scored([1.0, 2.0], tag=["a", "b"])
     data, _ = reward_postprocess(batch, reward_config(), None)
-    assert isinstance(data.non_tensor_batch["tag"], np.ndarray) and data.non_tensor_batch["tag"].tolist() == ["a", "b"]
+    assert isinstance(data.non_tensor_batch["tag"], np.ndarray) and data.non_tensor_batch[
+        "tag"
+    ].tolist() == ["a", "b"]

@@ -10,7 +10,11 @@ PAD, EOS = 0, 2
 def prompts() -> DataProto:
     ids = torch.tensor([[PAD, 7, 8], [4, 5, 6]])
     return DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]), "prompt_id": torch.tensor([10, 11])}
+        {
+            "input_ids": ids,
+            "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+            "prompt_id": torch.tensor([10, 11]),
+        }
     )
 
 
@@ -34,18 +38,29 @@ def test_an_eos_that_is_also_the_pad_token_stays_in_the_answer():
 
 
 def test_samples_of_a_prompt_are_neighbours_and_log_probs_follow_their_tokens():
-    output = torch.tensor([[PAD, 7, 8, 5, EOS], [PAD, 7, 8, EOS, 1], [4, 5, 6, 9, 9], [4, 5, 6, 3, EOS]])
+    output = torch.tensor(
+        [[PAD, 7, 8, 5, EOS], [PAD, 7, 8, EOS, 1], [4, 5, 6, 9, 9], [4, 5, 6, 3, EOS]]
+    )
     log_probs = -torch.arange(1.0, 9.0).view(4, 2)
-    rows = postprocess_generate(prompts(), output, 2, 99, [EOS, 99], PAD, log_probs, pad_to_seq_len=False).batch
+    rows = postprocess_generate(
+        prompts(), output, 2, 99, [EOS, 99], PAD, log_probs, pad_to_seq_len=False
+    ).batch
     assert rows["prompt_id"].tolist() == [10, 10, 11, 11]
-    assert rows["input_ids"].tolist() == [[7, 8, 5, EOS, 0], [7, 8, EOS, 0, 0], [4, 5, 6, 9, 9], [4, 5, 6, 3, EOS]]
+    assert rows["input_ids"].tolist() == [
+        [7, 8, 5, EOS, 0],
+        [7, 8, EOS, 0, 0],
+        [4, 5, 6, 9, 9],
+        [4, 5, 6, 3, EOS],
+    ]
     # Column t speaks of token t+1.
     expected = [[0, -1, -2, 0], [0, -3, 0, 0], [0, 0, -5, -6], [0, 0, -7, -8]]
     assert rows["infer_logprobs"].tolist() == expected
 
 
 def test_rows_longer_than_the_sequence_length_are_cut_off():
-    rows = postprocess_generate(prompts(), torch.tensor([[PAD, 7, 8, 5, 5], [4, 5, 6, 9, 9]]), 1, 4, EOS, PAD).batch
+    rows = postprocess_generate(
+        prompts(), torch.tensor([[PAD, 7, 8, 5, 5], [4, 5, 6, 9, 9]]), 1, 4, EOS, PAD
+    ).batch
     assert rows["input_ids"].tolist() == [[7, 8, 5, 5], [4, 5, 6, 9]]
 
 

@@ -18,10 +18,22 @@ def test_a_class_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("OrderedDict", "'OrderedDict' is not a dotted path to a class; expected 'package.module.Class'"),
-        ("collektions.OrderedDict", "'collektions.OrderedDict': there is no module 'collektions'; check the spelling"),
-        ("collections.ordered.Dict", "'collections.ordered.Dict': there is no module 'collections.ordered'"),
-        ("collections.OrderedDikt", "'collections.OrderedDikt': module collections has no 'OrderedDikt'"),
+        (
+            "OrderedDict",
+            "'OrderedDict' is not a dotted path to a class; expected 'package.module.Class'",
+        ),
+        (
+            "collektions.OrderedDict",
+            "'collektions.OrderedDict': there is no module 'collektions'; check the spelling",
+        ),
+        (
+            "collections.ordered.Dict",
+            "'collections.ordered.Dict': there is no module 'collections.ordered'",
+        ),
+        (
+            "collections.OrderedDikt",
+            "'collections.OrderedDikt': module collections has no 'OrderedDikt'",
+        ),
     ],
 )
 def test_a_wrong_path(path: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -39,4 +51,7 @@ def test_a_module_whose_own_import_fails_is_not_a_wrong_path(
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         import_class("needs_more.Here")
     assert safe_import_class("needs_more.Here") is None
-    assert "cannot import needs_more.Here: No module named 'a_package_that_is_not_there'" in caplog.text
+    assert (
+        "cannot import needs_more.Here: No module named 'a_package_that_is_not_there'"
+        in caplog.text
+    )

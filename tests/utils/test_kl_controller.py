@@ -30,7 +30,9 @@ def test_kl7_a_divergence_that_is_not_finite_is_an_error_and_changes_nothing(bad
     assert controller.value == 0.2
 
 
-@pytest.mark.parametrize(("target", "horizon"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0)])
+@pytest.mark.parametrize(
+    ("target", "horizon"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0)]
+)
 def test_kl7_target_and_horizon_must_be_positive(target, horizon):
     with pytest.raises(ValueError, match=r"(target_kl|kl_horizon)=.* must be positive"):
         AdaptiveKLController(0.2, target, horizon)
@@ -52,7 +54,10 @@ def test_negative_coefficients_are_errors():
 def test_get_kl_controller():
     assert isinstance(get_kl_controller(0.1), FixedKLController)
     adaptive = get_kl_controller(0.1, target_kl=0.5, kl_horizon=10)
-    assert isinstance(adaptive, AdaptiveKLController) and (adaptive.target, adaptive.horizon) == (0.5, 10)
+    assert isinstance(adaptive, AdaptiveKLController) and (adaptive.target, adaptive.horizon) == (
+        0.5,
+        10,
+    )
     with pytest.raises(ValueError, match="kl_horizon"):
         get_kl_controller(0.1, target_kl=0.5)
 

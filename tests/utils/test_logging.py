@@ -8,7 +8,11 @@ import pytest
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program], env={"PATH": "", **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env={"PATH": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -23,7 +27,10 @@ get_logger().warning("careful")
 def test_lines_go_to_stderr_once_and_from_info_on() -> None:
     done = run(HELLO)
     assert done.stdout == ""
-    assert [line.split("] ")[1] for line in done.stderr.splitlines()] == ["INFO hello", "WARNING careful"]
+    assert [line.split("] ")[1] for line in done.stderr.splitlines()] == [
+        "INFO hello",
+        "WARNING careful",
+    ]
 
 
 def test_the_level_comes_from_the_environment() -> None:

@@ -27,7 +27,9 @@ def test_without_a_limit_it_is_the_machines(tmp_path):
 
 
 def test_a_limit_of_the_group_or_of_one_above_it_counts(tmp_path):
-    found = group(tmp_path, ["0::/a/b"], a__memory_dot_max=f"{GIB}\n", a__b__memory_dot_max=f"{2 * GIB}\n")
+    found = group(
+        tmp_path, ["0::/a/b"], a__memory_dot_max=f"{GIB}\n", a__b__memory_dot_max=f"{2 * GIB}\n"
+    )
     assert found == GIB
 
 
@@ -42,7 +44,12 @@ def test_the_first_version_of_cgroups(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "nodes", "gpus", "gib"),
-    [("8xH200", 1, 8, 139.8), ("2x8xh200", 2, 8, 139.8), ("1xA100-80GB", 1, 1, 79.2), ("H100", 1, 1, 79.2)],
+    [
+        ("8xH200", 1, 8, 139.8),
+        ("2x8xh200", 2, 8, 139.8),
+        ("1xA100-80GB", 1, 1, 79.2),
+        ("H100", 1, 1, 79.2),
+    ],
 )
 def test_machines_by_name(text, nodes, gpus, gib):
     machine = parse_machine(text)
@@ -55,7 +62,9 @@ def test_a_machine_without_gpus():
 
 
 def test_an_ambiguous_name_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r'no GPU called "A100" is known; write A100-40GB or A100-80GB'):
+    with pytest.raises(
+        ConfigError, match=r'no GPU called "A100" is known; write A100-40GB or A100-80GB'
+    ):
         parse_machine("8xA100")
 
 

@@ -59,7 +59,13 @@ OLD = "5:memory:/m\n4:cpu,cpuacct:/user/job\n1:name=systemd:/\n"
             },
             1,
         ),
-        ({"proc/self/cgroup": "0::/../../docker/abc\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+        (
+            {
+                "proc/self/cgroup": "0::/../../docker/abc\n",
+                "sys/fs/cgroup/cpu.max": "200000 100000\n",
+            },
+            2,
+        ),
         ({"proc/self/cgroup": OLD}, 4),
         (
             {

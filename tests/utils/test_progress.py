@@ -51,7 +51,9 @@ def test_a_stall_counts_little_and_a_validation_in_full(monkeypatch):
     assert time_left(validated, total=121, monkeypatch=monkeypatch) == "  left 0:03:20"
     stalled = [9.0, *([1.0] * 19), 600.0]
     assert time_left(stalled, total=121, monkeypatch=monkeypatch) == "  left 0:02:00"
-    assert time_left([*stalled, *([1.0] * 20)], total=141, monkeypatch=monkeypatch) == "  left 0:01:40"
+    assert (
+        time_left([*stalled, *([1.0] * 20)], total=141, monkeypatch=monkeypatch) == "  left 0:01:40"
+    )
 
 
 def test_nothing_when_nothing_is_wanted(capsys):

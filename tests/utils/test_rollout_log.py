@@ -33,14 +33,21 @@ def one_row(**columns: torch.Tensor) -> DataProto:
     ids = torch.tensor([[0, 0, *text_ids("1+1=2<|im_end|>"), 0, 0]])
     attention_mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 0, 0]])
     response_mask = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 0, 0]])
-    tensors = {"input_ids": ids, "attention_mask": attention_mask, "response_mask": response_mask, **columns}
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": attention_mask,
+        "response_mask": response_mask,
+        **columns,
+    }
     return DataProto.from_dict(tensors, {"prompt_id": [7], "sample_uuid": ["7_0"]})
 
 
 def test_entry_i_speaks_of_token_i(tmp_path: Path) -> None:
     # Columns of width S-1 hold 0, 1, 2, ...: column t speaks of token t+1, so token 6 ("2") has 5 and token 7 has 6.
     batch = one_row(
-        old_log_probs=torch.arange(9.0)[None], infer_logprobs=-torch.arange(9.0)[None], advantages=torch.ones(1, 9) / 3
+        old_log_probs=torch.arange(9.0)[None],
+        infer_logprobs=-torch.arange(9.0)[None],
+        advantages=torch.ones(1, 9) / 3,
     )
     (record,) = records(RolloutLog(tmp_path, tiny_tokenizer()).write(12, batch))
     tokens = record["tokens"]
@@ -50,7 +57,12 @@ def test_entry_i_speaks_of_token_i(tmp_path: Path) -> None:
     assert tokens["infer_log_probs"] == [None, None, None, None, -5.0, -6.0]
     assert tokens["advantages"][4:] == [0.333333, 0.333333]
     assert record["prompt"] == "1+1=" and record["response"] == "2<|im_end|>"
-    assert (record["step"], record["group"], record["sample"], record["advantage"]) == (12, "7", "7_0", 0.333333)
+    assert (record["step"], record["group"], record["sample"], record["advantage"]) == (
+        12,
+        "7",
+        "7_0",
+        0.333333,
+    )
     assert (tmp_path / "rollouts" / "step-000012.jsonl").is_file()
     assert "turns" not in record
 
@@ -66,7 +78,9 @@ def test_a_token_that_was_filtered_out_keeps_its_numbers(tmp_path: Path) -> None
 def test_numbers_that_are_not_finite_are_named_where_the_model_generated(tmp_path: Path) -> None:
     values = torch.full((1, 9), math.nan)
     values[0, 6] = -math.inf
-    (record,) = records(RolloutLog(tmp_path, tiny_tokenizer()).write(0, one_row(old_log_probs=values)))
+    (record,) = records(
+        RolloutLog(tmp_path, tiny_tokenizer()).write(0, one_row(old_log_probs=values))
+    )
     assert record["tokens"]["old_log_probs"] == [None, None, None, None, "NaN", "-Infinity"]
 
 
@@ -84,8 +98,16 @@ def test_scores_parts_and_reasons(tmp_path: Path) -> None:
         },
     ).non_tensor_batch
     (record,) = records(RolloutLog(tmp_path, tiny_tokenizer()).write(3, batch, split="val"))
-    assert (record["score"], record["reward"], record["rewards"]) == (0.5, -1.25, {"answer": 1.0, "format": "NaN"})
-    assert (record["ground_truth"], record["finish_reason"], record["policy_version"]) == ("[1,2]", "length", 3)
+    assert (record["score"], record["reward"], record["rewards"]) == (
+        0.5,
+        -1.25,
+        {"answer": 1.0, "format": "NaN"},
+    )
+    assert (record["ground_truth"], record["finish_reason"], record["policy_version"]) == (
+        "[1,2]",
+        "length",
+        3,
+    )
     assert (record["dropped"], record["domain"], record["split"]) == ("timeout", "math", "val")
     assert (tmp_path / "rollouts" / "val-000003.jsonl").is_file()
 
@@ -113,10 +135,22 @@ def test_turns_follow_from_the_mask(tmp_path: Path) -> None:
 
 def test_dropped_samples_are_kept_with_their_reason(tmp_path: Path) -> None:
     dropped = [
-        DroppedSample("p", "r", "no signal in the group", tag="t", token_ids=text_ids("ab"), group="9", score=math.nan)
+        DroppedSample(
+            "p",
+            "r",
+            "no signal in the group",
+            tag="t",
+            token_ids=text_ids("ab"),
+            group="9",
+            score=math.nan,
+        )
     ]
     (record,) = records(RolloutLog(tmp_path, tiny_tokenizer()).write(4, None, dropped=dropped))
-    assert record["dropped"] == "no signal in the group" and record["score"] == "NaN" and record["group"] == "9"
+    assert (
+        record["dropped"] == "no signal in the group"
+        and record["score"] == "NaN"
+        and record["group"] == "9"
+    )
     assert record["tokens"] == {"ids": text_ids("ab"), "text": ["a", "b"], "mask": [0, 0]}
 
 
@@ -125,7 +159,9 @@ def test_whole_groups_are_kept() -> None:
     assert chosen_rows(list("aabbccdd"), None) == list(range(8))
     assert chosen_rows(list("aaaa"), 3) == [0, 1, 2]
     assert chosen_rows(list("abab"), 2) == [0, 2]
-    assert [chosen_rows(list("a" * 50 + "b" * 50 + "c" * 50 + "d" * 50), 64)[i] for i in (0, 16, 32, 48)] == [
+    assert [
+        chosen_rows(list("a" * 50 + "b" * 50 + "c" * 50 + "d" * 50), 64)[i] for i in (0, 16, 32, 48)
+    ] == [
         0,
         50,
         100,
@@ -148,10 +184,15 @@ def test_the_second_attempt_of_a_step_replaces_the_first_and_resuming_cuts(tmp_p
     log.write(3, one_row(), split="val")
     assert len(records(tmp_path / "rollouts" / "step-000002.jsonl")) == 1
     discard_rollouts_after(tmp_path, 2)
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
+        "step-000001.jsonl",
+        "step-000002.jsonl",
+    ]
 
 
-def test_a_disk_that_refuses_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_refuses_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     log = RolloutLog(tmp_path, tiny_tokenizer())
     assert log.write(1, one_row()) is None and log.write(2, one_row()) is None
@@ -185,7 +226,9 @@ def test_the_texts_join_to_the_decoded_text(text: str, noise: list[int]) -> None
 def test_spaces_marked_by_a_bar_and_bytes_as_a_fallback() -> None:
     vocab = {"▁Hi": 0, "<0xC3>": 1, "<0xA9>": 2, "!": 3}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert texts([0, 1, 2, 3, 0]) == [" Hi", "", "é", "!", " Hi"]
 

@@ -58,7 +58,9 @@ def test_a_path_names_a_run_or_a_checkpoint(tmp_path):
 
 def test_what_cannot_be_continued_is_explained(tmp_path):
     run = make_run(tmp_path, steps=(2,))
-    with pytest.raises(ConfigError, match=r"nowhere is not a complete checkpoint of a run.*checkpoint-2"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere is not a complete checkpoint of a run.*checkpoint-2"
+    ):
         open_run(tmp_path, "exp", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"exp_name: found .*a name without slashes"):
         open_run(tmp_path, "a/b")

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 def run(request):
     def runner(code: str, **limits):
         before = set(children())  # torch, for one, keeps processes for compiling
-        result = run_python(code, namespaces=request.param, **{"wall_s": 200.0, "cpu_s": 60.0, **limits})
+        result = run_python(
+            code, namespaces=request.param, **{"wall_s": 200.0, "cpu_s": 60.0, **limits}
+        )
         assert eventually(lambda: set(children()) <= before)
         return result
 
@@ -36,7 +38,12 @@ def namespaces_are_allowed() -> bool:
 
 def test_a_program_reads_and_writes(run):
     result = run("import sys\nprint(input()[::-1])\nprint('oops', file=sys.stderr)", stdin="abc\n")
-    assert (result.stdout, result.stderr, result.exit_code, result.reason) == ("cba\n", "oops\n", 0, None)
+    assert (result.stdout, result.stderr, result.exit_code, result.reason) == (
+        "cba\n",
+        "oops\n",
+        0,
+        None,
+    )
     assert not result.timed_out
     assert result.isolation[0] == ("namespaces" if run.has_namespaces else "seccomp")
 
@@ -138,7 +145,9 @@ time.sleep(0.1)
 """
 
 
-@pytest.mark.parametrize("end", ["print('done')", "time.sleep(60)", "while True: print('x' * 10000)", "os._exit(1)"])
+@pytest.mark.parametrize(
+    "end", ["print('done')", "time.sleep(60)", "while True: print('x' * 10000)", "os._exit(1)"]
+)
 def test_daemons_die_with_it(run, end):
     marker = f"daemon-{os.getpid()}-{abs(hash(end))}"
     run(DAEMON.format(marker=marker) + end, wall_s=0.5, max_output=10_000)
@@ -148,9 +157,7 @@ def test_daemons_die_with_it(run, end):
 def test_everything_dies_with_the_caller(run):
     marker = f"orphan-{os.getpid()}-{run.has_namespaces}"
     inner = DAEMON.format(marker=marker) + "time.sleep(60)"
-    caller = (
-        f"from roll.utils.sandbox import run_python\nrun_python({inner!r}, wall_s=60, namespaces={run.has_namespaces})"
-    )
+    caller = f"from roll.utils.sandbox import run_python\nrun_python({inner!r}, wall_s=60, namespaces={run.has_namespaces})"
     process = subprocess.Popen([sys.executable, "-c", caller])
     try:
         assert eventually(lambda: bool(marked(marker)))
@@ -176,7 +183,12 @@ def test_the_network_is_out_of_reach(run):
 
 def test_the_environment_is_not_inherited(run, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "token-123")
-    assert "token-123" not in run("import os; print(dict(os.environ)); print(open('/proc/self/environ').read())").stdout
+    assert (
+        "token-123"
+        not in run(
+            "import os; print(dict(os.environ)); print(open('/proc/self/environ').read())"
+        ).stdout
+    )
 
 
 def test_secrets_of_the_caller_cannot_be_read_where_there_are_namespaces(run, monkeypatch):
@@ -187,7 +199,9 @@ def test_secrets_of_the_caller_cannot_be_read_where_there_are_namespaces(run, mo
 
 
 def test_other_processes_cannot_be_killed(run):
-    victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    victim = subprocess.Popen(
+        ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
     assert victim.stdin is not None and victim.stdout is not None
     try:
         run_code = f"import os\nfor pid in ({victim.pid}, {os.getpid()}, os.getppid()):\n    os.kill(pid, 9)"

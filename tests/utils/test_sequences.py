@@ -22,8 +22,14 @@ def test_eos_mask_includes_the_first_end():
 
 def test_pad_mask():
     ids = torch.tensor([[5, 6, 1, 0, 0], [0, 0, 0, 0, 0]])
-    assert get_pad_mask(ids, pad_token=0, eos_token=1).tolist() == [[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]
-    assert get_pad_mask(ids, pad_token=0, eos_token=0).tolist() == [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]]
+    assert get_pad_mask(ids, pad_token=0, eos_token=1).tolist() == [
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert get_pad_mask(ids, pad_token=0, eos_token=0).tolist() == [
+        [1, 1, 1, 1, 0],
+        [1, 0, 0, 0, 0],
+    ]
     with pytest.raises(ValueError, match=r"rows \[1\]"):
         get_pad_mask(torch.tensor([[5, 0], [0, 5]]), pad_token=0, eos_token=1)
 
@@ -39,7 +45,10 @@ def test_pad_to_length():
 
 def test_adjust_sequence_length():
     assert adjust_sequence_length(torch.ones(2, 4), 6, 4).shape == (2, 6)
-    assert adjust_sequence_length(torch.ones(2, 3), 6, 4).shape == (2, 5)  # next-token columns stay one shorter
+    assert adjust_sequence_length(torch.ones(2, 3), 6, 4).shape == (
+        2,
+        5,
+    )  # next-token columns stay one shorter
     assert adjust_sequence_length(torch.ones(2, 3, 4), 2, 4).shape == (2, 3, 2)
     assert adjust_sequence_length(torch.ones(2, 4, 7), 5, 4).shape == (2, 5, 7)
     assert adjust_sequence_length(torch.ones(4), 6, 4).shape == (4,)
@@ -47,9 +56,13 @@ def test_adjust_sequence_length():
 
 
 def test_prompts_and_responses():
-    ids = concatenate_input_and_output(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5], [6], [7], [8]]), 2)
+    ids = concatenate_input_and_output(
+        torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5], [6], [7], [8]]), 2
+    )
     assert ids.tolist() == [[1, 2, 5], [1, 2, 6], [3, 4, 7], [3, 4, 8]]
     attention, response = torch.tensor([[1, 1, 0]]), torch.tensor([[0, 1, 0]])
     assert gather_unpadded_input_ids(torch.tensor([[7, 8, 9]]), attention) == [[7, 8]]
-    prompt, answer = separate_prompt_response(torch.tensor([[7, 8, 9]]), attention, response, pad_id=0)
+    prompt, answer = separate_prompt_response(
+        torch.tensor([[7, 8, 9]]), attention, response, pad_id=0
+    )
     assert prompt.tolist() == [[7, 0, 0]] and answer.tolist() == [[0, 8, 0]]

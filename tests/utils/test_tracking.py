@@ -28,7 +28,9 @@ def test_a_line_a_step_and_numbers_that_json_does_not_have(tmp_path):
     log.log(0, {"actor/loss@sum": 0.5, "a": math.nan})
     log.log(1, {"b": math.inf, "c": -math.inf, "whole": 3})
     log.close()
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in log.path.read_text().splitlines()]
+    lines = [
+        json.loads(line, parse_constant=pytest.fail) for line in log.path.read_text().splitlines()
+    ]
     times = [line.pop("time") for line in lines]
     assert times == sorted(times) and times[0] > 1e9
     assert lines == [
@@ -40,7 +42,12 @@ def test_a_line_a_step_and_numbers_that_json_does_not_have(tmp_path):
 
 
 def test_tags_are_left_out():
-    assert [untagged(name) for name in ("a/b@sum", "a/b", "a@b@max", "@x")] == ["a/b", "a/b", "a@b", "@x"]
+    assert [untagged(name) for name in ("a/b@sum", "a/b", "a@b@max", "@x")] == [
+        "a/b",
+        "a/b",
+        "a@b",
+        "@x",
+    ]
 
 
 def test_resume_cuts_off_what_is_done_again(tmp_path):
@@ -53,7 +60,12 @@ def test_resume_cuts_off_what_is_done_again(tmp_path):
     again = RunLog(tmp_path, config(track_with="none"), first_step=3)
     again.log(3, {"a": 30})
     again.close()
-    assert [(line["step"], line["a"]) for line in read_metrics(again.path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert [(line["step"], line["a"]) for line in read_metrics(again.path)] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 30),
+    ]
     assert '"NaN"' in again.path.read_text()
 
 
@@ -95,12 +107,20 @@ def test_a_tracker_that_breaks_is_named_once_and_dropped(tmp_path, monkeypatch, 
     assert Memory.last.seen == [(0, {"a": 0.0})] and Memory.last.options == {"project": "p"}
     assert len(read_metrics(log.path)) == 4
     [(level, text)] = messages()
-    assert level == "WARNING" and "memory failed and is left out" in text and "ConnectionError: no network" in text
+    assert (
+        level == "WARNING"
+        and "memory failed and is left out" in text
+        and "ConnectionError: no network" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "level"),
-    [({}, "INFO"), ({"track_with": "tensorboard"}, "WARNING"), ({"track_with": "wandb"}, "WARNING")],
+    [
+        ({}, "INFO"),
+        ({"track_with": "tensorboard"}, "WARNING"),
+        ({"track_with": "wandb"}, "WARNING"),
+    ],
 )
 def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch, messages, values, level):
     for module in ("torch.utils.tensorboard", "wandb"):
@@ -116,12 +136,19 @@ def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch, messages, values
 def test_an_unknown_tracker_is_a_warning_that_lists_the_known_ones(tmp_path, messages):
     RunLog(tmp_path, config(track_with=["swanlab", "none"])).close()
     [(level, text)] = messages()
-    assert level == "WARNING" and "no tracker swanlab" in text and "tensorboard, wandb, trackio" in text
+    assert (
+        level == "WARNING"
+        and "no tracker swanlab" in text
+        and "tensorboard, wandb, trackio" in text
+    )
 
 
 def test_tensorboard_writes_events(tmp_path):
     pytest.importorskip("tensorboard")
-    log = RunLog(tmp_path, config(track_with="tensorboard", tracker_kwargs={"log_dir": str(tmp_path / "boards")}))
+    log = RunLog(
+        tmp_path,
+        config(track_with="tensorboard", tracker_kwargs={"log_dir": str(tmp_path / "boards")}),
+    )
     log.log(0, {"a": 1})
     log.close()
     assert list((tmp_path / "boards" / tmp_path.name).glob("events.*"))

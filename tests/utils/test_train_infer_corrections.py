@@ -31,9 +31,15 @@ def test_switched_off_it_only_measures() -> None:
     weight, keep, metrics = compute_train_infer_correction(config(), MASK, OLD, INFER)
     assert torch.equal(weight, torch.ones(2, 4)) and keep.all()
     assert set(metrics) == ALWAYS and all(type(value) is float for value in metrics.values())
-    assert metrics["actor/train_infer_ratio_sequence_mean@sum"] == pytest.approx((1 + math.exp(2.2)) / 2)
-    _, _, metrics = compute_train_infer_correction(config(), MASK, OLD, INFER, global_valid_samples=torch.tensor(8))
-    assert metrics["actor/train_infer_ratio_sequence_mean@sum"] == pytest.approx((1 + math.exp(2.2)) / 8)
+    assert metrics["actor/train_infer_ratio_sequence_mean@sum"] == pytest.approx(
+        (1 + math.exp(2.2)) / 2
+    )
+    _, _, metrics = compute_train_infer_correction(
+        config(), MASK, OLD, INFER, global_valid_samples=torch.tensor(8)
+    )
+    assert metrics["actor/train_infer_ratio_sequence_mean@sum"] == pytest.approx(
+        (1 + math.exp(2.2)) / 8
+    )
 
 
 def test_weights_and_filters_by_hand() -> None:
@@ -44,7 +50,9 @@ def test_weights_and_filters_by_hand() -> None:
             {"enabled": False, "agg_type": "sequence", "ratio_high": 0.9},
         ],
     )
-    weight, keep, metrics = compute_train_infer_correction(cfg, MASK, OLD, INFER, global_valid_tokens=12)
+    weight, keep, metrics = compute_train_infer_correction(
+        cfg, MASK, OLD, INFER, global_valid_tokens=12
+    )
     expected = [[math.exp(0.1), math.exp(-0.5), 1.0, 1.2], [1.0, 1.2, math.exp(-0.4), 1.0]]
     torch.testing.assert_close(weight, torch.tensor(expected))
     assert keep.tolist() == [[True, False, True, True], [True, False, False, True]]
@@ -59,7 +67,9 @@ def test_weights_and_filters_by_hand() -> None:
 
 
 def test_difference_filters_have_their_own_metric() -> None:
-    filters = [{"enabled": True, "agg_type": "segment", "ratio_enabled": False, "diff_enabled": True}]
+    filters = [
+        {"enabled": True, "agg_type": "segment", "ratio_enabled": False, "diff_enabled": True}
+    ]
     _, keep, metrics = compute_train_infer_correction(config(filters=filters), MASK, OLD, INFER)
     # Segment differences: -0.026 on the first run, 0.19996 on the second; 0.107 on row 1.
     assert keep.all() and metrics["actor/train_infer_segment_diff_mask_mean@sum"] == 1
@@ -90,7 +100,10 @@ def pipeline(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(train_infer_correction=config(**options))
 
 
-ENABLED = {"is_weight": {"enabled": True}, "filters": [{"enabled": True, "ratio_low": 0.9, "ratio_high": 1.1}]}
+ENABLED = {
+    "is_weight": {"enabled": True},
+    "filters": [{"enabled": True, "ratio_low": 0.9, "ratio_high": 1.1}],
+}
 
 
 def test_the_batch_gets_two_columns_and_keeps_its_masks() -> None:
@@ -112,7 +125,9 @@ def test_named_masks_are_filtered_at_either_width_without_touching_the_input() -
     data["final_response_mask"] = data["response_mask"][:, 1:].float()
     before = data.clone()
     keys = ["response_mask", "final_response_mask"]
-    result, _ = apply_train_infer_correction_to_batch(pipeline(**ENABLED), data, update_mask_keys=keys)
+    result, _ = apply_train_infer_correction_to_batch(
+        pipeline(**ENABLED), data, update_mask_keys=keys
+    )
     keep = result["train_infer_filter_mask"]
     assert torch.equal(result["response_mask"][:, 1:], before["response_mask"][:, 1:] * keep)
     assert torch.equal(result["final_response_mask"], before["final_response_mask"] * keep)
@@ -126,9 +141,13 @@ def test_without_log_probs_of_the_engine_there_is_nothing_to_correct() -> None:
     result, metrics = apply_train_infer_correction_to_batch(pipeline(), data)
     assert metrics == {} and torch.equal(result["train_infer_is_weight"], torch.ones(4, 9))
     assert result["train_infer_filter_mask"].all()
-    with pytest.raises(KeyError, match="train_infer_correction is enabled but the batch has no infer_logprobs"):
+    with pytest.raises(
+        KeyError, match="train_infer_correction is enabled but the batch has no infer_logprobs"
+    ):
         apply_train_infer_correction_to_batch(pipeline(**ENABLED), data)
-    data["old_log_probs"] = torch.zeros(4, 9, dtype=torch.long)  # a placeholder is no log-probability
+    data["old_log_probs"] = torch.zeros(
+        4, 9, dtype=torch.long
+    )  # a placeholder is no log-probability
     with pytest.raises(KeyError, match="the batch has no old_log_probs and no infer_logprobs"):
         apply_train_infer_correction_to_batch(pipeline(**ENABLED), data)
 
@@ -137,7 +156,9 @@ def test_the_statistics_can_be_taken_over_a_mask_of_either_width() -> None:
     data, _ = policy_batch(1)
     data["final_response_mask"] = data["response_mask"][:, 1:].float()
     full = apply_train_infer_correction_to_batch(pipeline(**ENABLED), data)[1]
-    final = apply_train_infer_correction_to_batch(pipeline(**ENABLED), data, stat_mask_key="final_response_mask")[1]
+    final = apply_train_infer_correction_to_batch(
+        pipeline(**ENABLED), data, stat_mask_key="final_response_mask"
+    )[1]
     assert full == final
 
 

@@ -28,7 +28,10 @@ from roll.viewer.server import ReportServer
 
 np = pytest.importorskip("numpy")
 
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+]
 
 PHONE = {"width": 390, "height": 844}
 
@@ -80,7 +83,15 @@ def test_from_the_curve_to_the_token(reader: Reader, runs: Path) -> None:
     expect(page.locator(".sample-row.selected .preview")).to_have_text(said)
     reader.see(".bubble.response", said)
     page.locator(".bubble.response .tok").nth(4).hover()
-    for word in ("Advantage", "Ratio", "Log-prob, trainer", "Log-prob gap", "KL to reference", "Entropy", "trained on"):
+    for word in (
+        "Advantage",
+        "Ratio",
+        "Log-prob, trainer",
+        "Log-prob gap",
+        "KL to reference",
+        "Entropy",
+        "trained on",
+    ):
         reader.see("#token-card", word)
     reader.picture("tokens")
     page.locator(".bubble.observation .tok").nth(3).hover()
@@ -98,19 +109,26 @@ def test_data_that_comes_late_does_not_overwrite_a_later_view(reader: Reader, ru
     assert len(held) == 1, "the curves are still waiting for their numbers"
     with page.expect_event("requestfinished", lambda request: request.url.endswith("metrics.js")):
         held[0].continue_()
-    reader.holds("async () => { await window.R.metrics(0); await new Promise(requestAnimationFrame); return true; }")
+    reader.holds(
+        "async () => { await window.R.metrics(0); await new Promise(requestAnimationFrame); return true; }"
+    )
     expect(page.locator("body")).to_have_attribute("data-ready", "config")
     expect(page.locator(".config")).to_be_visible()
     expect(page.locator("figure.curve")).to_have_count(0)
 
 
 def test_the_numbers_of_a_token_are_those_of_the_file(reader: Reader, runs: Path) -> None:
-    records = [json.loads(line) for line in (runs / "reverse-digits" / "rollouts" / "step-000010.jsonl").open()]
+    records = [
+        json.loads(line)
+        for line in (runs / "reverse-digits" / "rollouts" / "step-000010.jsonl").open()
+    ]
     page = reader.open(runs / "reverse-digits" / "report.html", "#samples/step=10/sample=6")
     tokens = records[6]["tokens"]
     start = tokens["mask"].index(1)
     page.locator(".bubble.response .tok").nth(2).hover()
-    reader.see(".card-note", f"token {start + 3} of {len(tokens['ids'])} · id {tokens['ids'][start + 2]} ·")
+    reader.see(
+        ".card-note", f"token {start + 3} of {len(tokens['ids'])} · id {tokens['ids'][start + 2]} ·"
+    )
     shown = dict(zip(reader.texts("#token-card dt"), reader.texts("#token-card dd"), strict=True))
     number = {key: float(value.replace("−", "-")) for key, value in shown.items()}
     old, infer = tokens["old_log_probs"][start + 2], tokens["infer_log_probs"][start + 2]
@@ -128,21 +146,32 @@ def test_colours_say_what_they_mean(reader: Reader, runs: Path) -> None:
     backgrounds = {}
     for mode in modes:
         page.click(f".segment:text-is('{mode}')")
-        expect(page.locator(f".segment:text-is('{mode}')")).to_have_attribute("aria-pressed", "true")
+        expect(page.locator(f".segment:text-is('{mode}')")).to_have_attribute(
+            "aria-pressed", "true"
+        )
         script = "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
         backgrounds[mode] = tuple(page.locator(".bubble.response .tok").evaluate_all(script))
     assert len(set(backgrounds.values())) == len(modes), "every number paints another picture"
     assert set(backgrounds["None"]) == {"rgba(0, 0, 0, 0)"}
-    assert len(set(backgrounds["Advantage"])) == 1, "all tokens of an answer have the same advantage here"
+    assert len(set(backgrounds["Advantage"])) == 1, (
+        "all tokens of an answer have the same advantage here"
+    )
     expect(page.locator(".bubble.observation .tok").first).to_have_class(re.compile("masked"))
 
 
 def test_a_trajectory_is_a_conversation(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "frozen-lake" / "report.html", "#samples/step=38")
     labels = page.locator(".trajectory .bubble header span:first-child")
-    assert labels.all_text_contents()[:4] == ["Observation 1", "Response 1", "Observation 2", "Response 2"]
+    assert labels.all_text_contents()[:4] == [
+        "Observation 1",
+        "Response 1",
+        "Observation 2",
+        "Response 2",
+    ]
     reader.see(".bubble.response header >> nth=0", "reward")
-    left, right = (page.locator(f".bubble.{kind}").first.bounding_box() for kind in ("observation", "response"))
+    left, right = (
+        page.locator(f".bubble.{kind}").first.bounding_box() for kind in ("observation", "response")
+    )
     assert right["x"] + right["width"] > left["x"] + left["width"]
     reader.picture("trajectory")
 
@@ -193,7 +222,10 @@ def test_the_health_panel_leads_to_the_step(reader: Reader, runs: Path) -> None:
     ):
         assert any(words in title for title in titles), words
     reader.picture("health")
-    reader.click(".finding:has-text('log-prob gap is growing') .button:has-text('Samples of step')", "samples")
+    reader.click(
+        ".finding:has-text('log-prob gap is growing') .button:has-text('Samples of step')",
+        "samples",
+    )
     expect(page.locator(".bubble.response")).to_be_visible()
     expect(page.locator(".step-label")).to_have_text("Step 38")
     reader.go("#overview")
@@ -203,7 +235,9 @@ def test_the_health_panel_leads_to_the_step(reader: Reader, runs: Path) -> None:
 
 def test_discarded_samples_have_reasons(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html")
-    reader.see("section[aria-label='Discarded samples']", "timeout: the reward took longer than 5 s")
+    reader.see(
+        "section[aria-label='Discarded samples']", "timeout: the reward took longer than 5 s"
+    )
     reader.click("section[aria-label='Discarded samples'] .step-link >> nth=0", "samples")
     reader.see(".notice.bad", "no signal: all answers of the group scored 0")
     expect(page.locator(".sample-row")).to_have_count(1)
@@ -212,7 +246,9 @@ def test_discarded_samples_have_reasons(reader: Reader, runs: Path) -> None:
 def test_the_config_and_what_differs(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html", "#config")
     row = page.locator(".config-changed", has_text="learning_rate")
-    expect(row.locator("td")).to_have_text([re.compile(r"learning_rate$"), "0.001", "0.00005", "differs"])
+    expect(row.locator("td")).to_have_text(
+        [re.compile(r"learning_rate$"), "0.001", "0.00005", "differs"]
+    )
     expect(page.locator(".config tbody")).not_to_contain_text("seed")
     page.click("text=only what differs")
     page.fill("input[type=search]", "seed")
@@ -222,7 +258,12 @@ def test_the_config_and_what_differs(reader: Reader, runs: Path) -> None:
 
 def test_searching_and_sorting_samples(reader: Reader, runs: Path) -> None:
     page = reader.open(runs / "reverse-digits" / "report.html", "#samples/step=20")
-    total = len([json.loads(line) for line in (runs / "reverse-digits" / "rollouts" / "step-000020.jsonl").open()])
+    total = len(
+        [
+            json.loads(line)
+            for line in (runs / "reverse-digits" / "rollouts" / "step-000020.jsonl").open()
+        ]
+    )
     page.fill("input[type=search]", "cannot")
     expect(page.locator(".sample-row")).to_have_count(1)
     reader.see(".found", f"1 of {total} samples")
@@ -325,16 +366,36 @@ def test_pairs_of_a_preference_run(reader: Reader, tmp_path: Path) -> None:
         for pair in range(3):
             ranked = "tie" if step == 0 else "wrong" if pair == 1 else "right"
             for side, sign in (("chosen", 1), ("rejected", -1)):
-                facts = {"group": f"pair {pair}", "sample": f"{pair} {side}", "tag": side, "ranked": ranked}
+                facts = {
+                    "group": f"pair {pair}",
+                    "sample": f"{pair} {side}",
+                    "tag": side,
+                    "ranked": ranked,
+                }
                 score = margin * sign * (-1 if pair == 1 else 1)
-                tokens = tokens_of(random, ["2 + 2 = "], ["4" if side == "chosen" else "5", "<|im_end|>"])
-                tokens = {name: tokens[name] for name in ("ids", "text", "mask", "old_log_probs", "ref_log_probs")}
-                records.append({**facts, "prompt": "2 + 2 = ", "response": "", "score": score, "tokens": tokens})
+                tokens = tokens_of(
+                    random, ["2 + 2 = "], ["4" if side == "chosen" else "5", "<|im_end|>"]
+                )
+                tokens = {
+                    name: tokens[name]
+                    for name in ("ids", "text", "mask", "old_log_probs", "ref_log_probs")
+                }
+                records.append(
+                    {
+                        **facts,
+                        "prompt": "2 + 2 = ",
+                        "response": "",
+                        "score": score,
+                        "tokens": tokens,
+                    }
+                )
         write_rollouts(run, step, records, split="val")
     page = reader.open(build_report([run]), "#samples")
     expect(page.locator(".step-label")).to_have_text("Step 2")
     reader.see(".step-words", "2 of 3 pairs ranked right")
-    expect(page.locator(".group-row .flag")).to_have_text(["ranked right", "ranked wrong", "ranked right"])
+    expect(page.locator(".group-row .flag")).to_have_text(
+        ["ranked right", "ranked wrong", "ranked right"]
+    )
     page.select_option("select[aria-label=Show]", "wrong")
     expect(page.locator(".sample-row")).to_have_count(2)
     reader.click(".sample-row:has-text('rejected')", "samples")
@@ -352,7 +413,9 @@ def test_pairs_of_a_preference_run(reader: Reader, tmp_path: Path) -> None:
     reader.press("[", "samples")
     reader.see(".step-words", "0 of 3 pairs ranked right")
     reader.go("#overview")
-    page.evaluate("window.R.openStep(0, 2)")  # as a click on a point of a curve does: there are samples of validations
+    page.evaluate(
+        "window.R.openStep(0, 2)"
+    )  # as a click on a point of a curve does: there are samples of validations
     reader.settled("samples")
     expect(page.locator(".step-label")).to_have_text("Step 2")
 
@@ -369,11 +432,18 @@ def test_hostile_texts_stay_texts(reader: Reader, runs: Path) -> None:
             assert HOSTILE[name] in shown
         if name in ("right-to-left", "separators"):
             assert "U+20" in shown, "marks that turn text around are written out"
-        assert page.locator(".detail script, .detail img, .detail b, .sample-list b, .sample-list img").count() == 0
+        assert (
+            page.locator(
+                ".detail script, .detail img, .detail b, .sample-list b, .sample-list img"
+            ).count()
+            == 0
+        )
         if name == "long line":
             assert "more characters" in shown and len(shown) < 10_000
             page.click(".bubble.response .more")
-            reader.holds("() => document.querySelector('.bubble.response .bubble-text').textContent.length > 40_000")
+            reader.holds(
+                "() => document.querySelector('.bubble.response .bubble-text').textContent.length > 40_000"
+            )
         box = page.locator(".detail").bounding_box()
         assert box["width"] < 1280
     assert page.evaluate("window.pwned") is None
@@ -384,7 +454,9 @@ def test_the_page_asks_for_nothing_but_files(reader: Reader, runs: Path) -> None
     reader.open(runs / "reverse-digits" / "report.html")
     for view in ("#curves", "#samples", "#config"):
         reader.go(view)
-    assert reader.requests and all(url.startswith(("file:", "data:", "blob:")) for url in reader.requests)
+    assert reader.requests and all(
+        url.startswith(("file:", "data:", "blob:")) for url in reader.requests
+    )
 
 
 def test_the_policy_of_the_page_forbids_scripts_in_text(browser: Any, runs: Path) -> None:
@@ -401,7 +473,9 @@ def test_the_policy_of_the_page_forbids_scripts_in_text(browser: Any, runs: Path
     reader.context.close()
 
 
-def test_without_plotly_there_are_sketches(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_there_are_sketches(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report, "plotly_script", lambda: None)
     page = reader.open(build_report([write_run(tmp_path / "plain", steps=12)]), "#curves")
     page.wait_for_selector(".chart svg polyline")
@@ -422,7 +496,9 @@ def test_an_empty_run_and_odd_files_have_a_page(reader: Reader, tmp_path: Path) 
 def test_a_long_trajectory_is_drawn_as_it_is_read(reader: Reader, tmp_path: Path) -> None:
     run = write_run(tmp_path / "long", steps=2, prompts=1, samples_per_prompt=1)
     tokens = tokens_of(np.random.default_rng(0), ["start "], [f"w{i} " for i in range(30_000)])
-    write_rollouts(run, 0, [{"sample": "long", "group": "g", "prompt": "", "response": "", "tokens": tokens}])
+    write_rollouts(
+        run, 0, [{"sample": "long", "group": "g", "prompt": "", "response": "", "tokens": tokens}]
+    )
     page = reader.open(build_report([run]), "#samples/step=0/sample=0")
     assert page.locator(".tok").count() < 5_000
     page.locator(".bubble.response .tok").nth(3).focus()
@@ -444,7 +520,10 @@ def test_following_a_run(reader: Reader, tmp_path: Path) -> None:
         expect(page.locator("button[aria-label='Step after']")).to_be_enabled()
         reader.press("]", "samples")
         expect(page.locator(".step-label")).to_have_text("Step 50")
-        assert all(url.startswith((f"http://127.0.0.1:{server.port}/", "data:", "blob:")) for url in reader.requests)
+        assert all(
+            url.startswith((f"http://127.0.0.1:{server.port}/", "data:", "blob:"))
+            for url in reader.requests
+        )
 
 
 @pytest.fixture
@@ -457,7 +536,8 @@ def large_run(tmp_path: Path) -> Iterator[Path]:
     write_about(folder, "rlvr", 200, "finished")
     for step in range(8):
         records = [
-            {"sample": f"{i}", "group": f"{i // 8}", **answer(random, step, 8, "1234", 100, False)} for i in range(256)
+            {"sample": f"{i}", "group": f"{i // 8}", **answer(random, step, 8, "1234", 100, False)}
+            for i in range(256)
         ]
         write_rollouts(folder, step, records)
     for step in range(8, 200):
@@ -503,7 +583,9 @@ def test_a_large_run_opens_fast_and_stays_small(reader: Reader, large_run: Path)
     for attempt in range(4):
         opened = statistics.median(seconds_to_open(reader, page_file) for _ in range(5))
         reader.go("#samples/step=150")
-        same = statistics.median(page.evaluate(SHOW_SAMPLE, [150, sample]) for sample in (40, 100, 170, 230, 255))
+        same = statistics.median(
+            page.evaluate(SHOW_SAMPLE, [150, sample]) for sample in (40, 100, 170, 230, 255)
+        )
         # Steps that were not looked at before: nothing of them is in the page's memory.
         unseen = range(10 + attempt, 200, 38)
         other = statistics.median(page.evaluate(SHOW_SAMPLE, [step, 77]) for step in unseen)

@@ -20,14 +20,23 @@ def test_what_a_file_changes_is_told_from_what_it_leaves() -> None:
     assert rows["max_steps"] == ("changed", 100, 500)
     assert rows["actor_train.training_args.learning_rate"] == ("changed", 1e-6, 5e-5)
     assert rows["seed"] == ("default", 42, 42)
-    assert rows["actor_train.worker_cls"][0] == "default", "what every config of this pipeline derives is no change"
+    assert rows["actor_train.worker_cls"][0] == "default", (
+        "what every config of this pipeline derives is no change"
+    )
     assert rows["pretrain"] == ("set", "some/model", None)
-    assert rows["rewards.math_rule.query_filter_config.type"] == ("changed", "mean_filter", "no_filter")
+    assert rows["rewards.math_rule.query_filter_config.type"] == (
+        "changed",
+        "mean_filter",
+        "no_filter",
+    )
 
 
 def test_a_value_that_follows_the_top_is_told_apart() -> None:
     rows = kinds("dpo")
-    assert rows["seed"] == ("changed", 1, 42) and rows["actor_train.training_args.seed"][0] in ("follows", "default")
+    assert rows["seed"] == ("changed", 1, 42) and rows["actor_train.training_args.seed"][0] in (
+        "follows",
+        "default",
+    )
 
 
 @pytest.mark.parametrize("pipeline", ["dpo", "rlvr", "agentic"])
@@ -48,5 +57,8 @@ def test_an_unknown_pipeline_has_nothing_to_compare_with() -> None:
 
 
 def test_a_config_that_no_longer_fits_its_class_still_has_rows() -> None:
-    rows = {row.key: row.kind for row in config_rows({"max_steps": 7, "gone": {"x": 1}, "rewards": 5}, "rlvr")}
+    rows = {
+        row.key: row.kind
+        for row in config_rows({"max_steps": 7, "gone": {"x": 1}, "rewards": 5}, "rlvr")
+    }
     assert rows["max_steps"] == "changed" and rows["gone.x"] == "set"

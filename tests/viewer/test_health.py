@@ -17,7 +17,9 @@ def run_with(**metrics: list[float | None]) -> RunData:
     """A run whose metrics are named with __ for /."""
     named = {name.replace("__", "/"): values for name, values in metrics.items()}
     length = len(next(iter(named.values()), []))
-    return RunData(Path("run"), "run", {"status": "finished"}, steps=list(range(length)), metrics=named)
+    return RunData(
+        Path("run"), "run", {"status": "finished"}, steps=list(range(length)), metrics=named
+    )
 
 
 def only(findings: list[Finding] | None) -> Finding:
@@ -44,7 +46,11 @@ def test_quarters() -> None:
 
 def test_ratio_off_one_names_the_worst_step() -> None:
     found = only(health.ratio_off_one(run_with(actor__ratio_mean=[1.0, 1.02, 1.8, 0.99]), []))
-    assert (found.severity, found.step, found.metric) == ("bad", 2, "actor/ratio_mean") and "1.8" in found.detail
+    assert (found.severity, found.step, found.metric) == (
+        "bad",
+        2,
+        "actor/ratio_mean",
+    ) and "1.8" in found.detail
     assert only(health.ratio_off_one(run_with(actor__ratio_mean=[1.0, 0.9]), [])).severity == "warn"
     assert health.ratio_off_one(run_with(actor__ratio_mean=[1.0, 1.04]), []) == []
     assert health.ratio_off_one(run_with(other=[1.0]), []) is None
@@ -63,7 +69,9 @@ def test_the_gap_of_metrics_counts_when_no_samples_tell() -> None:
         only(health.gap_growing(run_with(actor__sampling_gap=[0.01] * 9 + [0.5] * 9), [])).metric
         == "actor/sampling_gap"
     )
-    ratio = only(health.gap_growing(run_with(actor__train_infer_ratio_token_mean=[1.0] * 4 + [0.6] * 4), []))
+    ratio = only(
+        health.gap_growing(run_with(actor__train_infer_ratio_token_mean=[1.0] * 4 + [0.6] * 4), [])
+    )
     assert ratio.step == 4
 
 
@@ -71,9 +79,18 @@ def test_groups_without_signal() -> None:
     stats = [train(i, groups=10, flat_groups=9, score=0.1) for i in range(4)]
     found = only(health.flat_groups(run_with(), stats))
     assert found.severity == "warn" and "90%" in found.detail
-    easy = only(health.flat_groups(run_with(critic__zero_std_group_frac=[0.1, 0.9, 0.9, 0.9]), [train(0, score=0.95)]))
+    easy = only(
+        health.flat_groups(
+            run_with(critic__zero_std_group_frac=[0.1, 0.9, 0.9, 0.9]), [train(0, score=0.95)]
+        )
+    )
     assert easy.severity == "info" and "too easy" in easy.detail
-    assert only(health.flat_groups(run_with(critic__zero_std_group_frac=[0.1, 1.0, 0.1, 0.1]), [])).step == 1
+    assert (
+        only(
+            health.flat_groups(run_with(critic__zero_std_group_frac=[0.1, 1.0, 0.1, 0.1]), [])
+        ).step
+        == 1
+    )
     assert health.flat_groups(run_with(critic__zero_std_group_frac=[0.2, 0.3]), []) == []
 
 
@@ -95,17 +112,24 @@ def test_spikes_of_kl_and_gradient_norm() -> None:
 
 
 def test_reward_parts_that_never_vary() -> None:
-    stats = [train(i, parts={"format": (8, 1.0, 1.0, 1.0), "answer": (8, 0.0, 1.0, 0.5)}) for i in range(3)]
+    stats = [
+        train(i, parts={"format": (8, 1.0, 1.0, 1.0), "answer": (8, 0.0, 1.0, 0.5)})
+        for i in range(3)
+    ]
     found = only(health.constant_parts(run_with(), stats))
     assert "'format' never varies" in found.title and "all 24 samples" in found.detail
-    assert health.constant_parts(run_with(), [train(0, parts={"x": (4, 1.0, 1.0, 1.0)})]) == [], "too few to tell"
+    assert health.constant_parts(run_with(), [train(0, parts={"x": (4, 1.0, 1.0, 1.0)})]) == [], (
+        "too few to tell"
+    )
 
 
 def test_numbers_that_are_not_finite() -> None:
     run = run_with(a=[1.0, 2.0, math.inf], b=[1.0, math.nan, math.nan], c=[1.0, None, 2.0])
     found = only(health.nan_metrics(run, []))
     assert (
-        found.title == "b is not a number at step 1" and "3 logged values" in found.detail and found.severity == "bad"
+        found.title == "b is not a number at step 1"
+        and "3 logged values" in found.detail
+        and found.severity == "bad"
     )
     assert health.nan_metrics(run_with(c=[1.0, None]), []) == []
     assert only(health.nan_metrics(run_with(c=[1.0]), [train(4, odd={"advantages": 2})])).step == 4
@@ -114,7 +138,10 @@ def test_numbers_that_are_not_finite() -> None:
 def test_skipped_steps() -> None:
     found = only(health.skipped(run_with(actor__skipped_steps=[0.0] * 10 + [1.0] + [0.0] * 10), []))
     assert found.title == "Step 10 was skipped" and found.severity == "warn"
-    assert only(health.skipped(run_with(mask__final_mask_sum_eq_0=[1.0, 1.0, 0.0, 0.0]), [])).severity == "bad"
+    assert (
+        only(health.skipped(run_with(mask__final_mask_sum_eq_0=[1.0, 1.0, 0.0, 0.0]), [])).severity
+        == "bad"
+    )
     gap = run_with(a=[1.0, 1.0, 1.0])
     gap.steps = [0, 1, 5]
     assert "between step 1 and step 5" in only(health.skipped(gap, [])).detail
@@ -151,7 +178,12 @@ def test_a_healthy_run_is_called_healthy_and_a_sick_one_sick(tmp_path: Path) -> 
         stats = [pack_step(file, run.problem).stats for file in run.rollouts]
         verdicts[name] = {item.name: item.verdict for item in check(run, stats)}
     assert set(verdicts["well"].values()) == {"ok"}
-    well = {"The run ended well", "The score holds", "Entropy stays alive", "Few samples are discarded"}
+    well = {
+        "The run ended well",
+        "The score holds",
+        "Entropy stays alive",
+        "Few samples are discarded",
+    }
     assert {name for name, verdict in verdicts["ill"].items() if verdict == "ok"} == well
 
 

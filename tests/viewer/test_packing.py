@@ -17,7 +17,9 @@ def round_trip(values: list[float], finest: float = 1e-4) -> np.ndarray:
 
 
 def test_numbers_come_back_rounded_to_the_step() -> None:
-    np.testing.assert_allclose(round_trip([0.0, -1.23456, 0.00004, 3.2]), [0.0, -1.2346, 0.0, 3.2], atol=1e-12)
+    np.testing.assert_allclose(
+        round_trip([0.0, -1.23456, 0.00004, 3.2]), [0.0, -1.2346, 0.0, 3.2], atol=1e-12
+    )
 
 
 def test_a_column_of_small_numbers_keeps_four_digits() -> None:
@@ -30,7 +32,12 @@ def test_large_numbers_keep_what_float32_holds() -> None:
 
 def test_what_is_not_finite_stays_so() -> None:
     values = round_trip([1.0, math.nan, math.inf, -math.inf])
-    assert values[0] == 1.0 and math.isnan(values[1]) and values[2] == math.inf and values[3] == -math.inf
+    assert (
+        values[0] == 1.0
+        and math.isnan(values[1])
+        and values[2] == math.inf
+        and values[3] == -math.inf
+    )
 
 
 def test_a_column_of_zeros_costs_no_plane() -> None:

@@ -25,13 +25,21 @@ def test_a_report_lies_in_the_run_folder(tmp_path: Path) -> None:
     assert not re.search(r"https?://", html), "the page names nothing on a network"
     index = read_data(run / "report" / "data" / "index.js")
     (entry,) = index["runs"]
-    assert entry["name"] == "digits" and entry["logged"] == 12 and entry["problems"] == [] and index["live"] is False
+    assert (
+        entry["name"] == "digits"
+        and entry["logged"] == 12
+        and entry["problems"] == []
+        and index["live"] is False
+    )
     assert len(entry["health"]) == 13
     metrics = read_data(run / "report" / "data" / "run0" / "metrics.js")
     assert metrics["steps"] == list(range(12)) and len(metrics["metrics"]["critic/kl"]) == 12
     step = read_data(run / "report" / "data" / f"{entry['steps'][0]['key']}.js")
     assert len(step["rows"][0]) == 33
-    assert any(row["kind"] == "changed" for row in read_data(run / "report" / "data" / "run0" / "config.js")["rows"])
+    assert any(
+        row["kind"] == "changed"
+        for row in read_data(run / "report" / "data" / "run0" / "config.js")["rows"]
+    )
 
 
 def test_no_path_of_this_machine_is_in_the_page(tmp_path: Path) -> None:
@@ -50,7 +58,8 @@ def test_only_what_changed_is_made_again(tmp_path: Path) -> None:
     build_report([run])
     after = {path.name: path.stat().st_mtime_ns for path in (data / "run0").iterdir()}
     assert (
-        after["train-000000.js"] == before["train-000000.js"] and after["train-000002.js"] != before["train-000002.js"]
+        after["train-000000.js"] == before["train-000000.js"]
+        and after["train-000002.js"] != before["train-000002.js"]
     )
     assert before.keys() - after.keys() == {
         "train-000002-1.js",
@@ -105,7 +114,13 @@ def test_a_run_that_has_only_just_begun(tmp_path: Path) -> None:
 )
 def test_odd_files_never_raise(tmp_path: Path, text: str) -> None:
     run = write_run(tmp_path / "odd", steps=4)
-    for name in ("run.json", "config.yaml", "metrics.jsonl", "rollouts/step-000000.jsonl", "rollouts/val-000000.jsonl"):
+    for name in (
+        "run.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "rollouts/step-000000.jsonl",
+        "rollouts/val-000000.jsonl",
+    ):
         (run / name).write_text(text)
     (run / "rollouts" / "step-000099.jsonl").mkdir()
     assert build_report([run]).is_file()

@@ -12,7 +12,9 @@ from roll.viewer.run_data import rollout_files
 from roll.viewer.samples import PIECE_SAMPLES, PackedStep, _runs, pack_step
 
 
-def packed(folder: Path, records: list[dict[str, Any]], problems: list[str] | None = None) -> PackedStep:
+def packed(
+    folder: Path, records: list[dict[str, Any]], problems: list[str] | None = None
+) -> PackedStep:
     write_rollouts(folder, 3, records)
     return pack_step(rollout_files(folder)[0], [].append if problems is None else problems.append)
 
@@ -26,14 +28,26 @@ def record(**changes: Any) -> dict[str, Any]:
         "infer_log_probs": [None, -0.5004, -1.25],
         "advantages": [None, 1.5, 1.5],
     }
-    base = {"sample": "s", "group": "g", "prompt": "a", "response": " b c", "score": 1.0, "tokens": tokens}
+    base = {
+        "sample": "s",
+        "group": "g",
+        "prompt": "a",
+        "response": " b c",
+        "score": 1.0,
+        "tokens": tokens,
+    }
     return {**base, **changes}
 
 
 def test_a_sample_and_its_numbers(tmp_path: Path) -> None:
-    step = packed(tmp_path, [record(rewards={"answer": 1.0}, ground_truth="c", policy_version=4, finish_reason="stop")])
+    step = packed(
+        tmp_path,
+        [record(rewards={"answer": 1.0}, ground_truth="c", policy_version=4, finish_reason="stop")],
+    )
     listing, piece = unpack(step.listing), unpack(step.pieces[0])
-    row = {field: column[0] for field, column in zip(listing["fields"], listing["rows"], strict=True)}
+    row = {
+        field: column[0] for field, column in zip(listing["fields"], listing["rows"], strict=True)
+    }
     assert row == {
         "group": 0, "sample": "s", "score": 1.0, "advantage": None, "tokens": 2, "finish": "stop", "dropped": None,
         "tag": None, "domain": None, "ranked": None, "preview": "b c", "piece": 0, "index": 0,
@@ -42,7 +56,14 @@ def test_a_sample_and_its_numbers(tmp_path: Path) -> None:
         {"id": "g", "prompt": "a"}
     ]
     assert piece["samples"] == [
-        {"truth": "c", "parts": {"answer": 1.0}, "version": 4, "length": 3, "mask": [1, 2], "known": [1, 2]}
+        {
+            "truth": "c",
+            "parts": {"answer": 1.0},
+            "version": 4,
+            "length": 3,
+            "mask": [1, 2],
+            "known": [1, 2],
+        }
     ]
     assert piece["columns"]["words"].tolist() == [0, 1, 2]
     np.testing.assert_allclose(piece["columns"]["old_log_probs"], [-0.5, -1.25], atol=1e-9)
@@ -61,20 +82,34 @@ def test_a_number_missing_among_others_is_null_and_a_nan_is_a_nan(tmp_path: Path
 
 def test_many_samples_come_in_pieces(tmp_path: Path) -> None:
     step = packed(tmp_path, [record(sample=str(i), group=str(i // 8)) for i in range(70)])
-    assert [len(unpack(piece)["samples"]) for piece in step.pieces] == [PIECE_SAMPLES, PIECE_SAMPLES, 6]
+    assert [len(unpack(piece)["samples"]) for piece in step.pieces] == [
+        PIECE_SAMPLES,
+        PIECE_SAMPLES,
+        6,
+    ]
     listing = unpack(step.listing)
-    assert listing["rows"][listing["fields"].index("piece")][-1] == 2 and len(listing["groups"]) == 9
+    assert (
+        listing["rows"][listing["fields"].index("piece")][-1] == 2 and len(listing["groups"]) == 9
+    )
 
 
 def test_long_samples_come_alone(tmp_path: Path) -> None:
-    step = packed(tmp_path, [{"sample": str(i), "prompt": "", "response": "x" * 600_000} for i in range(3)])
+    step = packed(
+        tmp_path, [{"sample": str(i), "prompt": "", "response": "x" * 600_000} for i in range(3)]
+    )
     assert len(step.pieces) == 3
 
 
 def test_statistics_of_a_step(tmp_path: Path) -> None:
     plain = {"prompt": "p", "response": "r"}
     records = [
-        {**plain, "group": "flat", "score": 1.0, "finish_reason": "length", "rewards": {"a": 1.0, "b": "NaN"}},
+        {
+            **plain,
+            "group": "flat",
+            "score": 1.0,
+            "finish_reason": "length",
+            "rewards": {"a": 1.0, "b": "NaN"},
+        },
         {**plain, "group": "flat", "score": 1.0, "finish_reason": "stop", "rewards": {"a": 3.0}},
         {**plain, "group": "mixed", "score": 0.0, "finish_reason": "stop", "samples_in_step": 64},
         {**plain, "group": "mixed", "score": 2.0},
@@ -91,8 +126,23 @@ def test_records_that_make_no_sense_are_shown_as_far_as_they_do(tmp_path: Path) 
     problems: list[str] = []
     records = [
         {},
-        {"tokens": 5, "prompt": None, "response": 7, "rewards": [1], "score": "high", "turns": "none"},
-        record(tokens={"text": ["a", 5], "ids": [1], "mask": None, "advantages": [1.0], "entropy": ["x", 1e400]}),
+        {
+            "tokens": 5,
+            "prompt": None,
+            "response": 7,
+            "rewards": [1],
+            "score": "high",
+            "turns": "none",
+        },
+        record(
+            tokens={
+                "text": ["a", 5],
+                "ids": [1],
+                "mask": None,
+                "advantages": [1.0],
+                "entropy": ["x", 1e400],
+            }
+        ),
         record(turns=[{"role": "response", "start": 5, "end": 9}]),
     ]
     write_rollouts(tmp_path, 3, records)
@@ -102,18 +152,25 @@ def test_records_that_make_no_sense_are_shown_as_far_as_they_do(tmp_path: Path) 
     samples = unpack(step.pieces[0])["samples"]
     assert samples[0] == {} and samples[1]["response"] == "7" and samples[2]["length"] == 2
     assert "turns" not in samples[3], "turns that lie outside the tokens are left out"
-    assert [problem.split(": ", 1)[0] for problem in problems] == [f"step-000003.jsonl, line {n}" for n in (2, 3, 5, 6)]
+    assert [problem.split(": ", 1)[0] for problem in problems] == [
+        f"step-000003.jsonl, line {n}" for n in (2, 3, 5, 6)
+    ]
 
 
 def test_turns(tmp_path: Path) -> None:
-    turns = [{"role": "observation", "start": 0, "end": 1}, {"role": "response", "start": 1, "end": 3, "reward": 0.5}]
+    turns = [
+        {"role": "observation", "start": 0, "end": 1},
+        {"role": "response", "start": 1, "end": 3, "reward": 0.5},
+    ]
     piece = unpack(packed(tmp_path, [record(turns=turns)]).pieces[0])
     assert piece["samples"][0]["turns"] == [[0, 0, 1, None], [1, 1, 3, 0.5]]
 
 
 def test_hostile_texts_arrive_as_they_are(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    records = [{"sample": name, "tokens": tokens_of(random, [], [text])} for name, text in HOSTILE.items()]
+    records = [
+        {"sample": name, "tokens": tokens_of(random, [], [text])} for name, text in HOSTILE.items()
+    ]
     listing = unpack(packed(tmp_path, records).listing)
     assert listing["vocabulary"][0][1] == list(HOSTILE.values())
 

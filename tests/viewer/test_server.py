@@ -146,7 +146,9 @@ def test_two_hosts_are_refused(server: ReportServer) -> None:
     assert ask(server, "/report.html", "Host: evil.example")[0] == 403
 
 
-@pytest.mark.parametrize("host", ["localhost:{port}", "127.0.0.1:{port}", "[::1]:{port}", "LOCALHOST:{port}"])
+@pytest.mark.parametrize(
+    "host", ["localhost:{port}", "127.0.0.1:{port}", "[::1]:{port}", "LOCALHOST:{port}"]
+)
 def test_names_of_this_machine_are_answered(server: ReportServer, host: str) -> None:
     assert ask(server, "/report.html", host=host.format(port=server.port))[0] == 200
 
@@ -193,7 +195,8 @@ def test_other_methods_are_refused(server: ReportServer, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "request_bytes", [b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"GET " + b"/a" * 40000 + b" HTTP/1.1\r\n\r\n"]
+    "request_bytes",
+    [b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"GET " + b"/a" * 40000 + b" HTTP/1.1\r\n\r\n"],
 )
 def test_noise_does_not_stop_the_server(server: ReportServer, request_bytes: bytes) -> None:
     assert send(server, request_bytes)[0] in (0, 400, 414)
@@ -209,7 +212,11 @@ def test_the_index_follows_the_run(server: ReportServer) -> None:
 
 def test_it_listens_on_loopback_only(server: ReportServer) -> None:
     assert is_loopback(server.host) and is_loopback("localhost") and is_loopback("::1")
-    assert not is_loopback("0.0.0.0") and not is_loopback("10.1.2.3") and not is_loopback("example.org")
+    assert (
+        not is_loopback("0.0.0.0")
+        and not is_loopback("10.1.2.3")
+        and not is_loopback("example.org")
+    )
     assert server._http.server_address[0] == "127.0.0.1"
 
 

@@ -42,7 +42,9 @@ class ExecutorBackend(ABC):
         """Start the workers, rank by rank in `specs`, and return their handles once all are constructed."""
 
     @abstractmethod
-    def submit(self, handle: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def submit(
+        self, handle: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Start `method` on one worker and return a reference to its outcome; never raises what the method raises."""
 
     @abstractmethod
@@ -70,13 +72,17 @@ def construct(worker_cls: type[Worker], worker_config: Any, context: WorkerConte
     with worker_context(context):
         worker = worker_cls(worker_config)
     if getattr(worker, "context", None) is not context:
-        raise TypeError(f"{worker_cls.__name__}.__init__ does not call super().__init__(worker_config)")
+        raise TypeError(
+            f"{worker_cls.__name__}.__init__ does not call super().__init__(worker_config)"
+        )
     return worker
 
 
 def public_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """The methods of a worker class that can be called from outside, by name."""
-    return {name: value for name, value in inspect.getmembers(cls, callable) if not name.startswith("_")}
+    return {
+        name: value for name, value in inspect.getmembers(cls, callable) if not name.startswith("_")
+    }
 
 
 def clears_cache(cls: type, method: str) -> bool:
@@ -102,8 +108,12 @@ def failure_message(context: WorkerContext, method: str, error: BaseException) -
     return f"{context.describe()} failed in {method}(): {headline}\n\nOn {context.worker_name}:\n{trace}"
 
 
-def timeout_message(method: str, timeout: float, late: Sequence[WorkerContext], num_calls: int) -> str:
-    names = ", ".join(context.describe() for context in sorted(late, key=lambda context: context.rank))
+def timeout_message(
+    method: str, timeout: float, late: Sequence[WorkerContext], num_calls: int
+) -> str:
+    names = ", ".join(
+        context.describe() for context in sorted(late, key=lambda context: context.rank)
+    )
     return (
         f"{method}(): {len(late)} of {num_calls} workers had not answered after rpc_timeout={timeout:g} seconds: "
         f"{names}. Raise rpc_timeout if the work takes that long"

@@ -41,7 +41,9 @@ _ASYNC_CONCURRENCY = 1000
 class _Role:
     """What a cluster reads of its worker config. Any object will do; a field that it lacks takes the default."""
 
-    world_size: int | None = None  # None: one worker for every `num_gpus_per_worker` GPUs, or one worker
+    world_size: int | None = (
+        None  # None: one worker for every `num_gpus_per_worker` GPUs, or one worker
+    )
     device_mapping: Sequence[int] | None = None
     num_gpus_per_worker: int = 1
     system_envs: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +59,11 @@ class _Role:
     def num_workers(self) -> int:
         if self.world_size is not None:
             return self.world_size
-        return len(self.device_mapping) // max(1, self.num_gpus_per_worker) if self.device_mapping else 1
+        return (
+            len(self.device_mapping) // max(1, self.num_gpus_per_worker)
+            if self.device_mapping
+            else 1
+        )
 
 
 class Cluster:
@@ -135,13 +141,19 @@ class Cluster:
             # A call of initialize that nobody has waited for yet may still be changing it.
             self._backend.gather(self._initialize_refs, "initialize", self.rpc_timeout)
             self._initialize_refs = []
-            refs = [self._backend.submit(worker, "get_rank_info", (), {}) for worker in self.workers]
-            self._rank_info = cast(list[RankInfo], self._backend.gather(refs, "get_rank_info", self.rpc_timeout))
+            refs = [
+                self._backend.submit(worker, "get_rank_info", (), {}) for worker in self.workers
+            ]
+            self._rank_info = cast(
+                list[RankInfo], self._backend.gather(refs, "get_rank_info", self.rpc_timeout)
+            )
         return self._rank_info
 
     def get_rank_info(self, rank: int) -> RankInfo:
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"{self.cluster_name} has ranks 0 to {self.world_size - 1}; there is no rank {rank}")
+            raise ValueError(
+                f"{self.cluster_name} has ranks 0 to {self.world_size - 1}; there is no rank {rank}"
+            )
         return self.worker_rank_info[rank]
 
     @property
@@ -218,7 +230,9 @@ class Cluster:
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method on worker 0 with the arguments as they are, and wait for its outcome."""
-        return self.gather([self.execute_rank_zero_async(method_name, *args, **kwargs)], method_name)[0]
+        return self.gather(
+            [self.execute_rank_zero_async(method_name, *args, **kwargs)], method_name
+        )[0]
 
     def gather(self, refs: list[Any], method_name: str) -> list[Any]:
         """Wait for references of this cluster; their values, in the same order. The first failure is raised at once."""
@@ -239,13 +253,20 @@ class Cluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
         """A cluster on Ray can be sent to other processes, which may call its workers; it ends with the original."""
-        return {name: value for name, value in self.__dict__.items() if name not in (*self._bound, "_bound")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in (*self._bound, "_bound")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -277,7 +298,9 @@ class Cluster:
         concurrency = _concurrency(self.worker_cls, role.max_concurrency)
         specs = []
         for rank, devices in enumerate(self.placement_groups):
-            gpus = "".join(str(d.node_rank * resource_manager.num_gpus_per_node + d.gpu_rank) for d in devices)
+            gpus = "".join(
+                str(d.node_rank * resource_manager.num_gpus_per_node + d.gpu_rank) for d in devices
+            )
             context = WorkerContext(
                 rank=rank,
                 world_size=self.world_size,
@@ -289,9 +312,13 @@ class Cluster:
             specs.append(WorkerSpec(self.worker_cls, self.worker_config, context, env, concurrency))
         return specs
 
-    def _before_call(self, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _before_call(
+        self, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         if self._closed:
-            raise WorkerError(f"{self.cluster_name} was shut down; {method_name}() cannot be called any more")
+            raise WorkerError(
+                f"{self.cluster_name} was shut down; {method_name}() cannot be called any more"
+            )
         if not callable(getattr(self.worker_cls, method_name, None)) or method_name.startswith("_"):
             raise AttributeError(_unknown_method(self.worker_cls, method_name))
         if not self.initialized:
@@ -322,10 +349,14 @@ def _resolve(worker_cls: type | str) -> type[Worker]:
     """The worker class behind a class, a dotted path, or a class that `ray.remote` has decorated."""
     found = import_class(worker_cls) if isinstance(worker_cls, str) else worker_cls
     actor = getattr(found, "__ray_metadata__", None)
-    if actor is not None:  # ray.remote keeps the class it was given here; ray itself need not be imported to look
+    if (
+        actor is not None
+    ):  # ray.remote keeps the class it was given here; ray itself need not be imported to look
         found = actor.modified_class.__ray_actor_class__
     if not (isinstance(found, type) and issubclass(found, Worker)):
-        raise ConfigError(f"worker_cls={worker_cls!r} is not a subclass of roll.distributed.executor.worker.Worker")
+        raise ConfigError(
+            f"worker_cls={worker_cls!r} is not a subclass of roll.distributed.executor.worker.Worker"
+        )
     return found
 
 

@@ -54,7 +54,9 @@ class LocalBackend(ExecutorBackend):
         self._loop_thread: threading.Thread | None = None
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("workers in this process cannot be reached from another one; use backend='ray'")
+        raise TypeError(
+            "workers in this process cannot be reached from another one; use backend='ray'"
+        )
 
     def spawn(self, specs: Sequence[WorkerSpec], timeout: float) -> list[Worker]:
         _check_devices(specs)
@@ -67,7 +69,9 @@ class LocalBackend(ExecutorBackend):
                 raise WorkerError(failure_message(spec.context, "__init__", error)) from error
         return workers
 
-    def submit(self, handle: Worker, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRef:
+    def submit(
+        self, handle: Worker, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> LocalRef:
         ref = LocalRef(handle.context)
         try:
             outcome = getattr(handle, method)(*args, **kwargs)
@@ -75,7 +79,9 @@ class LocalBackend(ExecutorBackend):
             _fail(ref, method, error)
             return ref
         if inspect.iscoroutine(outcome):
-            task = asyncio.run_coroutine_threadsafe(_finish(handle, method, outcome, ref), self._running_loop())
+            task = asyncio.run_coroutine_threadsafe(
+                _finish(handle, method, outcome, ref), self._running_loop()
+            )
             task.add_done_callback(lambda _: _give_up(ref, method, outcome))
         else:
             _succeed(ref, type(handle), method, outcome)
@@ -129,7 +135,9 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-async def _finish(worker: Worker, method: str, outcome: Coroutine[Any, Any, Any], ref: LocalRef) -> None:
+async def _finish(
+    worker: Worker, method: str, outcome: Coroutine[Any, Any, Any], ref: LocalRef
+) -> None:
     try:
         value = await outcome
     except BaseException as error:  # noqa: BLE001 - as in submit; the call also ends when it is cancelled or exits

@@ -35,13 +35,19 @@ class ModelUpdateGroup:
         self.frequency = frequency
         self.plan: SyncPlan
         self.is_local = all(
-            cluster.backend_name == "local" and cluster.world_size == 1 for cluster in (src_cluster, tgt_cluster)
+            cluster.backend_name == "local" and cluster.world_size == 1
+            for cluster in (src_cluster, tgt_cluster)
         )
         self.is_shared = self._share_storage()
         specs: list[TensorSpec] = src_cluster.execute_all_sync("weight_specs")[0]
         if not self.is_shared:
-            dtypes = {spec.name: spec.dtype for spec in tgt_cluster.execute_all_sync("weight_specs")[0]}
-            specs = [TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype)) for spec in specs]
+            dtypes = {
+                spec.name: spec.dtype for spec in tgt_cluster.execute_all_sync("weight_specs")[0]
+            }
+            specs = [
+                TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype))
+                for spec in specs
+            ]
         self.plan = plan_sync(specs, bucket_megabytes * 2**20)
         if not self.is_local:
             self._connect(timedelta(seconds=timeout))
@@ -52,11 +58,15 @@ class ModelUpdateGroup:
             return {}
         started = time.monotonic()
         if self.is_shared:  # one model, so there is nothing to compare
-            sent = self.src_cluster.execute_rank_zero_sync("weight_checksums", self.plan.sampled_names)
+            sent = self.src_cluster.execute_rank_zero_sync(
+                "weight_checksums", self.plan.sampled_names
+            )
             received = []
         elif self.is_local:
             source = self.src_cluster.workers[0]
-            sent, held = self.tgt_cluster.execute_rank_zero_sync("copy_weights_of", source, self.plan)
+            sent, held = self.tgt_cluster.execute_rank_zero_sync(
+                "copy_weights_of", source, self.plan
+            )
             received = [held]
         else:
             targets = self.tgt_cluster.execute_all_async("start_model_update")
@@ -74,7 +84,9 @@ class ModelUpdateGroup:
 
     def _share_storage(self) -> bool:
         """Let a target in this process use the source's weights themselves, if both are single workers here."""
-        return self.is_local and self.tgt_cluster.workers[0].share_weights_of(self.src_cluster.workers[0])
+        return self.is_local and self.tgt_cluster.workers[0].share_weights_of(
+            self.src_cluster.workers[0]
+        )
 
     def _connect(self, timeout: timedelta) -> None:
         host, port = self.src_cluster.execute_rank_zero_sync("free_address")

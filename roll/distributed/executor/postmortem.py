@@ -42,7 +42,9 @@ def prepare_this_process() -> ProcessRecord:
         stderr_path = os.readlink("/proc/self/fd/2")
     except OSError:  # no /proc on this system
         stderr_path = ""
-    record = ProcessRecord(os.getpid(), stderr_path if os.path.isfile(stderr_path) else "", oom_kill_count())
+    record = ProcessRecord(
+        os.getpid(), stderr_path if os.path.isfile(stderr_path) else "", oom_kill_count()
+    )
     leave = os._exit
 
     def leave_with_last_words(status: int) -> NoReturn:

@@ -37,7 +37,12 @@ from roll.distributed.executor.backend import (
     public_methods,
     timeout_message,
 )
-from roll.distributed.executor.postmortem import ProcessRecord, explain_death, prepare_this_process, stack_of
+from roll.distributed.executor.postmortem import (
+    ProcessRecord,
+    explain_death,
+    prepare_this_process,
+    stack_of,
+)
 from roll.distributed.executor.worker import Worker, WorkerContext
 from roll.distributed.scheduler.resource_manager import ResourceManager, override_for
 from roll.exceptions import (
@@ -65,7 +70,10 @@ try:
         WorkerCrashedError,
     )
     from ray.util.placement_group import PlacementGroup, placement_group
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
 except ImportError as error:
     raise MissingDependencyError(
         f"the Ray backend needs ray, which is not installed: {install_hint('ray')}. Without it, give every role "
@@ -90,7 +98,9 @@ _LOST_PEER = re.compile(
 # Backends whose workers may still run; an exit of this process ends them first.
 _LIVE_BACKENDS: "weakref.WeakSet[RayBackend]" = weakref.WeakSet()
 # GPUs are reserved once for all clusters of a resource manager: the roles of a run may share them.
-_GPU_RESERVATIONS: "weakref.WeakKeyDictionary[ResourceManager, PlacementGroup]" = weakref.WeakKeyDictionary()
+_GPU_RESERVATIONS: "weakref.WeakKeyDictionary[ResourceManager, PlacementGroup]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def connect_to_ray() -> None:
@@ -104,7 +114,9 @@ def connect_to_ray() -> None:
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray turns on token authentication for a cluster that it starts, which is right, and warns about it every time.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
+        logging.ERROR
+    )
     ray.init(namespace=RAY_NAMESPACE, include_dashboard=False, logging_level=logging.WARNING)
 
 
@@ -130,7 +142,9 @@ class RemoteFailure(WorkerError):
         try:
             pickled_cause = cloudpickle.dumps(error)
         except Exception:  # noqa: BLE001 - user-defined exceptions fail to pickle in any way they like; the text remains
-            logger.debug("%s: %s does not survive pickling", context.worker_name, type(error).__name__)
+            logger.debug(
+                "%s: %s does not survive pickling", context.worker_name, type(error).__name__
+            )
         return cls(failure_message(context, method, error), pickled_cause)
 
     def cause(self) -> BaseException | None:
@@ -166,7 +180,9 @@ class _Host:
         return self._context.worker_name
 
     def _report(self) -> _Started:
-        return _Started(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self._process)
+        return _Started(
+            ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self._process
+        )
 
     def _reserve_port(self) -> tuple[str, int]:
         """Address and port where the ranks can meet.
@@ -223,7 +239,9 @@ def _host_class(worker_cls: type[Worker]) -> type[_Host]:
         return call
 
     methods = {
-        name: (forward_async if iscoroutinefunction(function) else forward)(name, clears_cache(worker_cls, name))
+        name: (forward_async if iscoroutinefunction(function) else forward)(
+            name, clears_cache(worker_cls, name)
+        )
         for name, function in public_methods(worker_cls).items()
     }
     return type(worker_cls.__name__, (_Host,), methods)
@@ -234,7 +252,9 @@ class RayBackend(ExecutorBackend):
 
     def __init__(self, resource_manager: ResourceManager) -> None:
         self._resource_manager = resource_manager
-        self._handles: list[Any] = []  # actor handles; their methods are not known to a type checker
+        self._handles: list[
+            Any
+        ] = []  # actor handles; their methods are not known to a type checker
         self._contexts: dict[Any, WorkerContext] = {}  # by actor id
         self._started: dict[Any, _Started] = {}  # by actor id
         self._closed_because = ""
@@ -255,7 +275,9 @@ class RayBackend(ExecutorBackend):
             raise
         return list(self._handles)
 
-    def submit(self, handle: ActorHandle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ObjectRef:
+    def submit(
+        self, handle: ActorHandle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> ObjectRef:
         if self._closed_because:
             raise WorkerDiedError(f"{method}() cannot be called: {self._closed_because}")
         return getattr(handle, method).remote(*args, **kwargs)
@@ -265,7 +287,9 @@ class RayBackend(ExecutorBackend):
         values: dict[ObjectRef, Any] = {}
         pending = list(dict.fromkeys(refs))
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            ready, pending = ray.wait(
+                pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 _never_mind(pending)
                 raise self._timeout(pending, method, timeout, len(refs))
@@ -328,10 +352,14 @@ class RayBackend(ExecutorBackend):
                 names = ", ".join(self._context_of(ref).worker_name for ref in waiting)
                 free = f"Ray has {ray.available_resources()} free of {ray.cluster_resources()}"
                 if time.monotonic() >= deadline:
-                    raise WorkerTimeoutError(f"no process for {names} after rpc_timeout={timeout:g} seconds; {free}")
+                    raise WorkerTimeoutError(
+                        f"no process for {names} after rpc_timeout={timeout:g} seconds; {free}"
+                    )
                 logger.warning("still waiting for the processes of %s; %s", names, free)
         reports = self.gather(refs, "__init__", timeout)
-        self._started = {handle._actor_id: report for handle, report in zip(self._handles, reports, strict=True)}
+        self._started = {
+            handle._actor_id: report for handle, report in zip(self._handles, reports, strict=True)
+        }
 
     def _context_of(self, ref: ObjectRef) -> WorkerContext:
         return self._contexts[ref.task_id().actor_id()]
@@ -363,26 +391,44 @@ class RayBackend(ExecutorBackend):
         self._closed_because = f"{who} died during {method}(): {reason}"
         others = len(self._handles) - 1
         self._kill_workers()
-        stopped = f"\nThe other {others} worker(s) of {context.cluster_name} were stopped." if others else ""
+        stopped = (
+            f"\nThe other {others} worker(s) of {context.cluster_name} were stopped."
+            if others
+            else ""
+        )
         return WorkerDiedError(f"{self._closed_because}{stopped}")
 
-    def _timeout(self, pending: Sequence[ObjectRef], method: str, timeout: float, num_calls: int) -> WorkerTimeoutError:
-        message = timeout_message(method, timeout, [self._context_of(ref) for ref in pending], num_calls)
+    def _timeout(
+        self, pending: Sequence[ObjectRef], method: str, timeout: float, num_calls: int
+    ) -> WorkerTimeoutError:
+        message = timeout_message(
+            method, timeout, [self._context_of(ref) for ref in pending], num_calls
+        )
         for ref in pending:
             started = self._started.get(ref.task_id().actor_id())
-            stack = _on_node(started.node_id, stack_of, started.process) if started is not None else None
+            stack = (
+                _on_node(started.node_id, stack_of, started.process)
+                if started is not None
+                else None
+            )
             if stack:
                 message += f"\n{self._context_of(ref).worker_name} is here (most recent call first):\n{stack}"
         return WorkerTimeoutError(message)
 
 
-def _root_cause(ref: ObjectRef, error: RayError, pending: Sequence[ObjectRef]) -> tuple[ObjectRef, RayError]:
+def _root_cause(
+    ref: ObjectRef, error: RayError, pending: Sequence[ObjectRef]
+) -> tuple[ObjectRef, RayError]:
     """The death of another worker, where `error` only says that a peer was lost; else `error` itself.
 
     Peers in a collective notice a closed connection at once, often before Ray notices that a process is gone.
     """
     deadline = time.monotonic() + _SECONDS_FOR_A_DEATH_TO_SHOW
-    waiting = list(pending) if _LOST_PEER.search(str(getattr(error, "cause", "")).partition("\n")[0]) else []
+    waiting = (
+        list(pending)
+        if _LOST_PEER.search(str(getattr(error, "cause", "")).partition("\n")[0])
+        else []
+    )
     while waiting and time.monotonic() < deadline:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=deadline - time.monotonic())
         for other in ready:
@@ -428,7 +474,8 @@ def _actor_options(spec: WorkerSpec, gpus: PlacementGroup | None) -> dict[str, A
         "LOCAL_RANK": "0",
         "CLUSTER_NAME": context.cluster_name,
         "WORKER_NAME": context.worker_name,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(_threads_per_worker(context.world_size)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or str(_threads_per_worker(context.world_size)),
     }
     if LEVEL_VARIABLE in os.environ:
         env[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
@@ -453,7 +500,10 @@ def _threads_per_worker(world_size: int) -> int:
 
 def _reserve_gpus(manager: ResourceManager, specs: Sequence[WorkerSpec]) -> PlacementGroup:
     """One bundle per machine, with its GPUs; bundle i is the machine that `node_rank` i means."""
-    found = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+    found = sorted(
+        (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]),
+        reverse=True,
+    )
     per_node = found[: manager.num_nodes]
     gpus = min(manager.num_gpus_per_node, per_node[-1])
     role = specs[0].context.cluster_name
@@ -466,7 +516,9 @@ def _reserve_gpus(manager: ResourceManager, specs: Sequence[WorkerSpec]) -> Plac
                     + override_for(role, len(spec.context.devices), gpus * len(per_node))
                 )
     if manager not in _GPU_RESERVATIONS:
-        group = placement_group([{"GPU": gpus, "CPU": 1} for _ in per_node], strategy="STRICT_SPREAD")
+        group = placement_group(
+            [{"GPU": gpus, "CPU": 1} for _ in per_node], strategy="STRICT_SPREAD"
+        )
         if not group.wait(_SECONDS_BETWEEN_START_WARNINGS):
             raise WorkerTimeoutError(
                 f"{role}: Ray could not reserve {gpus} GPU(s) on {len(per_node)} node(s) within "

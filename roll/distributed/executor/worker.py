@@ -83,7 +83,9 @@ def worker_context(context: WorkerContext) -> Iterator[None]:
 class _WorkerLogger(logging.LoggerAdapter):
     """Puts the worker's name in front of every line."""
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         return f"[{(self.extra or {})['worker']}] {msg}", kwargs
 
 
@@ -123,13 +125,17 @@ class Worker:
         return self.rank_info
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def load_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         """Bring the strategy's states (all, or those in `include`) to its device. A worker without a model has none."""
         if self.strategy is not None:
             self.strategy.load_states(include=include, non_blocking=non_blocking)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offload_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def offload_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         """Move the strategy's states (all, or those in `include`) to host memory."""
         if self.strategy is not None:
             self.strategy.offload_states(include=include, non_blocking=non_blocking)
@@ -146,7 +152,9 @@ class Worker:
         metrics = {} if self.strategy is None else self.strategy.get_metrics(metric_names)
         return DataProto(meta_info={"metrics": metrics})
 
-    def init_process_group(self, backend: str | None = None, timeout: timedelta | None = None) -> None:
+    def init_process_group(
+        self, backend: str | None = None, timeout: timedelta | None = None
+    ) -> None:
         """Join the default torch.distributed group of this cluster: every rank calls it, and all return together.
 
         `backend` is nccl for a worker with devices and gloo for one without, unless given. Ranks wait for each other,
@@ -165,7 +173,9 @@ class Worker:
         if backend is None:
             backend = "nccl" if context.devices else "gloo"
         if timeout is None:
-            timeout = timedelta(minutes=getattr(self.worker_config, "backend_timeout", DEFAULT_BACKEND_TIMEOUT))
+            timeout = timedelta(
+                minutes=getattr(self.worker_config, "backend_timeout", DEFAULT_BACKEND_TIMEOUT)
+            )
         if context.world_size == 1:
             store: torch.distributed.Store = torch.distributed.HashStore()
         elif context.master is None:

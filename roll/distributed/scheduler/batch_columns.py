@@ -22,7 +22,9 @@ def tensor_dict_from(tensors: Mapping[str, torch.Tensor]) -> TensorDict:
     """A TensorDict of at least one column, whose first dimension is the rows."""
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor | TensorDictBase):
-            raise TypeError(f"tensor column {key!r} is a {type(value).__name__}; expected a torch.Tensor")
+            raise TypeError(
+                f"tensor column {key!r} is a {type(value).__name__}; expected a torch.Tensor"
+            )
         if value.ndim == 0:
             raise ValueError(
                 f"tensor column {key!r} is a single number; expected one row per sample, as shape (rows, ...)"
@@ -41,7 +43,9 @@ def object_column(key: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
     """
     if isinstance(values, np.ndarray):
         if values.ndim == 0:
-            raise ValueError(f"non-tensor column {key!r} is a single value; expected one object per row")
+            raise ValueError(
+                f"non-tensor column {key!r} is a single value; expected one object per row"
+            )
         if values.ndim == 1:
             return values if values.dtype == object else values.astype(object)
     elif isinstance(values, str | bytes) or not isinstance(values, Sequence):
@@ -76,7 +80,9 @@ def row_positions(idxs: Any, num_rows: int) -> np.ndarray:
     return np.where(index < 0, index + num_rows, index)
 
 
-def epoch_orders(num_rows: int, epochs: int, shuffle: bool, seed: int | None) -> Iterator[torch.Tensor]:
+def epoch_orders(
+    num_rows: int, epochs: int, shuffle: bool, seed: int | None
+) -> Iterator[torch.Tensor]:
     """The order of the rows for every epoch, drawn without touching torch's global random state."""
     generator = torch.Generator()
     if seed is None:
@@ -129,7 +135,9 @@ def merge_dicts(dicts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     for mapping in dicts:
         for key, value in mapping.items():
             values = merged.setdefault(key, [])
-            if isinstance(value, list | tuple) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0):
+            if isinstance(value, list | tuple) or (
+                isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0
+            ):
                 values.extend(value)
             else:
                 values.append(value)
@@ -163,7 +171,9 @@ def union_tensor_dict(tensor_dict1: TensorDictBase, tensor_dict2: TensorDictBase
     return tensor_dict1.update(new_items(right, left))
 
 
-def union_numpy_dict(dict1: dict[str, np.ndarray], dict2: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def union_numpy_dict(
+    dict1: dict[str, np.ndarray], dict2: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Add to the first what only the second has, in place; returns the first. Columns of both must be equal."""
     check_same_values(dict1, dict2, "non-tensor column")
     dict1.update(new_items(dict2, dict1))
@@ -203,7 +213,9 @@ def same_value(left: Any, right: Any) -> bool:
         if left.dtype != right.dtype or left.shape != right.shape:
             return False
         right = right.to(left.device)
-        return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
+        return torch.equal(left, right) or bool(
+            ((left == right) | ((left != left) & (right != right))).all()
+        )
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         if left.dtype != right.dtype or left.shape != right.shape:
             return False
@@ -213,14 +225,19 @@ def same_value(left: Any, right: Any) -> bool:
     if isinstance(left, TensorDictBase) and isinstance(right, TensorDictBase):
         left, right = dict(left.items()), dict(right.items())
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same_value(value, right[key]) for key, value in left.items())
+        return left.keys() == right.keys() and all(
+            same_value(value, right[key]) for key, value in left.items()
+        )
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return (
             type(left) is type(right)
             and len(left) == len(right)
             and all(same_value(x, y) for x, y in zip(left, right, strict=True))
         )
-    if any(isinstance(value, torch.Tensor | np.ndarray | dict | list | tuple) for value in (left, right)):
+    if any(
+        isinstance(value, torch.Tensor | np.ndarray | dict | list | tuple)
+        for value in (left, right)
+    ):
         return False
     return bool(left == right) or bool(left != left and right != right)
 

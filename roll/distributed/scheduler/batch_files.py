@@ -44,7 +44,14 @@ _SAFETENSORS_DTYPES = frozenset(
         torch.int32,
         torch.int64,
     }
-    | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+    | {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    }
 )
 
 
@@ -57,7 +64,11 @@ def save(
 ) -> None:
     """Write a batch. The folder gets its name when it is complete; a batch saved there before is replaced."""
     target = Path(folder)
-    if target.exists() and not (target / _JSON_FILE).is_file() and not (target.is_dir() and not any(target.iterdir())):
+    if (
+        target.exists()
+        and not (target / _JSON_FILE).is_file()
+        and not (target.is_dir() and not any(target.iterdir()))
+    ):
         raise DataError(f"{target} exists and is not a saved DataProto: choose another folder")
     tensors = _file_tensors(columns or {})
     document = {
@@ -66,7 +77,10 @@ def save(
         "rows": num_rows,
         "columns": None if columns is None else list(columns),
         "non_tensor_batch": {
-            key: [_encode(value, f"non_tensor_batch[{key!r}], row {row}") for row, value in enumerate(column)]
+            key: [
+                _encode(value, f"non_tensor_batch[{key!r}], row {row}")
+                for row, value in enumerate(column)
+            ]
             for key, column in arrays.items()
         },
         "meta_info": _encode(meta_info, "meta_info"),
@@ -99,15 +113,26 @@ def load(
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise DataError(f"{json_path} is not part of a saved DataProto")
     if document.get("version") != _VERSION:
-        raise DataError(f"{json_path} has version {document.get('version')!r}; this program reads version {_VERSION}")
+        raise DataError(
+            f"{json_path} has version {document.get('version')!r}; this program reads version {_VERSION}"
+        )
     try:
         num_rows, names = int(document["rows"]), document["columns"]
         names = None if names is None else [str(name) for name in names]
-        arrays = {key: [_decode(value) for value in column] for key, column in document["non_tensor_batch"].items()}
+        arrays = {
+            key: [_decode(value) for value in column]
+            for key, column in document["non_tensor_batch"].items()
+        }
         meta_info = _decode(document["meta_info"])
         if not isinstance(meta_info, dict):
             raise TypeError(f"meta_info is a {type(meta_info).__name__}")
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # torch's views raise the last
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # torch's views raise the last
         raise DataError(f"{json_path} is damaged: {type(error).__name__}: {error}") from error
 
     tensors: dict[str, torch.Tensor] = {}
@@ -115,16 +140,27 @@ def load(
         try:
             tensors = load_file(tensor_path)
         except FileNotFoundError as error:
-            raise DataError(f"{tensor_path} does not exist, but {json_path} names columns {names}") from error
+            raise DataError(
+                f"{tensor_path} does not exist, but {json_path} names columns {names}"
+            ) from error
         except (OSError, SafetensorError) as error:
             raise DataError(f"cannot read {tensor_path}: {error}") from error
     rows = {key: tuple(value.shape[:1]) for key, value in tensors.items()}
     if rows != dict.fromkeys(names or (), (num_rows,)):
-        raise DataError(f"{tensor_path} has columns and rows {rows}; {json_path} expects {num_rows} rows of {names}")
+        raise DataError(
+            f"{tensor_path} has columns and rows {rows}; {json_path} expects {num_rows} rows of {names}"
+        )
     wrong = {key: len(column) for key, column in arrays.items() if len(column) != num_rows}
     if wrong:
-        raise DataError(f"{json_path} is damaged: columns with another number of rows than {num_rows}: {wrong}")
-    return num_rows, None if names is None else {key: tensors[key] for key in names}, arrays, meta_info
+        raise DataError(
+            f"{json_path} is damaged: columns with another number of rows than {num_rows}: {wrong}"
+        )
+    return (
+        num_rows,
+        None if names is None else {key: tensors[key] for key in names},
+        arrays,
+        meta_info,
+    )
 
 
 def _publish(staging: Path, target: Path) -> None:
@@ -151,7 +187,9 @@ def _file_tensors(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
                 f"batch[{key!r}] is a {type(value).__name__}, which cannot be saved: expected dense tensors"
             )
         if value.dtype not in _SAFETENSORS_DTYPES:
-            raise DataError(f"batch[{key!r}] is a tensor of {value.dtype}, which cannot be saved as safetensors")
+            raise DataError(
+                f"batch[{key!r}] is a tensor of {value.dtype}, which cannot be saved as safetensors"
+            )
         tensor = plain_cpu_tensor(value)
         if tensor.untyped_storage().data_ptr() in storages:
             tensor = tensor.clone()
@@ -176,7 +214,12 @@ def _encode(value: Any, where: str) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         pairs = value.items()
-        return {"$dict": [[_encode(k, f"key {k!r} of {where}"), _encode(v, f"{where}[{k!r}]")] for k, v in pairs]}
+        return {
+            "$dict": [
+                [_encode(k, f"key {k!r} of {where}"), _encode(v, f"{where}[{k!r}]")]
+                for k, v in pairs
+            ]
+        }
     if isinstance(value, np.generic) and value.dtype.kind not in "OV":
         return {"$scalar": {"dtype": value.dtype.str, "data": _to_text(value.tobytes())}}
     if type(value) in (np.ndarray, np.memmap) and value.dtype.kind != "V":
@@ -184,10 +227,14 @@ def _encode(value: Any, where: str) -> Any:
         if value.dtype == object:
             items = [_encode(item, f"{where}.flat[{i}]") for i, item in enumerate(value.flat)]
             return {"$array": {"dtype": "object", "shape": shape, "items": items}}
-        return {"$array": {"dtype": value.dtype.str, "shape": shape, "data": _to_text(value.tobytes())}}
+        return {
+            "$array": {"dtype": value.dtype.str, "shape": shape, "data": _to_text(value.tobytes())}
+        }
     if isinstance(value, torch.Tensor) and is_plain(value):
         data = _to_text(tensor_bytes(value).tobytes())
-        return {"$tensor": {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}}
+        return {
+            "$tensor": {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}
+        }
     raise DataError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: expected None, "
         "bool, int, float, str, list, tuple, dict, numpy arrays and scalars, or tensors"
@@ -223,7 +270,9 @@ def _decode(value: Any) -> Any:
         case "$array":
             return _array(content["dtype"], tuple(content["shape"]), content["data"])
         case "$tensor":
-            data = np.frombuffer(bytearray(base64.b64decode(content["data"], validate=True)), dtype=np.uint8)
+            data = np.frombuffer(
+                bytearray(base64.b64decode(content["data"], validate=True)), dtype=np.uint8
+            )
             return tensor_from_bytes(data, content["dtype"], content["shape"])
     raise ValueError(f"unknown tag {tag!r}")
 

@@ -55,7 +55,10 @@ class LentColumns:
         """The TensorDict, on memory of its own; the same one for all threads that ask."""
         with self._lock:
             if self._owned is None:
-                columns = {key: value.own() if isinstance(value, LentTensor) else value for key, value in self.items()}
+                columns = {
+                    key: value.own() if isinstance(value, LentTensor) else value
+                    for key, value in self.items()
+                }
                 self._owned = TensorDict(columns, batch_size=[self._num_rows])
             return self._owned
 
@@ -69,14 +72,19 @@ def concat_tensors(tensors: Sequence[torch.Tensor | LentTensor]) -> torch.Tensor
     """`torch.cat` over the rows. Different dtypes are promoted, as torch does."""
     if _is_large_on_host(tensors):
         return _copy_rows(tensors)
-    return torch.cat([tensor.own() if isinstance(tensor, LentTensor) else tensor for tensor in tensors])
+    return torch.cat(
+        [tensor.own() if isinstance(tensor, LentTensor) else tensor for tensor in tensors]
+    )
 
 
 def _is_large_on_host(tensors: Sequence[torch.Tensor | LentTensor]) -> bool:
     """Whether `_copy_rows` applies, and pays."""
     first = tensors[0]
     return (
-        all(isinstance(t, LentTensor) or (is_plain(t) and t.is_cpu and not t.requires_grad) for t in tensors)
+        all(
+            isinstance(t, LentTensor) or (is_plain(t) and t.is_cpu and not t.requires_grad)
+            for t in tensors
+        )
         and all(t.dtype == first.dtype and t.shape[1:] == first.shape[1:] for t in tensors)
         and sum(map(_num_bytes, tensors)) >= _HUGE_PAGE_BYTES
     )
@@ -85,14 +93,20 @@ def _is_large_on_host(tensors: Sequence[torch.Tensor | LentTensor]) -> bool:
 def _copy_rows(tensors: Sequence[torch.Tensor | LentTensor]) -> torch.Tensor:
     """The rows of all in one new block of memory."""
     first, block = tensors[0], np.empty(sum(map(_num_bytes, tensors)), dtype=np.uint8)
-    joined = torch.from_numpy(block).view(first.dtype).view(sum(t.shape[0] for t in tensors), *first.shape[1:])
+    joined = (
+        torch.from_numpy(block)
+        .view(first.dtype)
+        .view(sum(t.shape[0] for t in tensors), *first.shape[1:])
+    )
     row, byte = 0, 0
     for tensor in tensors:
         num_rows, num_bytes = tensor.shape[0], _num_bytes(tensor)
         if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
             joined[row : row + num_rows] = tensor
         else:
-            block[byte : byte + num_bytes] = tensor_bytes(tensor) if isinstance(tensor, torch.Tensor) else tensor.data
+            block[byte : byte + num_bytes] = (
+                tensor_bytes(tensor) if isinstance(tensor, torch.Tensor) else tensor.data
+            )
         row, byte = row + num_rows, byte + num_bytes
     return joined
 
@@ -114,7 +128,11 @@ class PickledTensor:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         restore = column_from_bytes if self.as_column else tensor_from_bytes
-        return restore, (tensor_bytes(self.tensor), dtype_name(self.tensor.dtype), tuple(self.tensor.shape))
+        return restore, (
+            tensor_bytes(self.tensor),
+            dtype_name(self.tensor.dtype),
+            tuple(self.tensor.shape),
+        )
 
 
 def plain_cpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +160,9 @@ def tensor_from_bytes(data: np.ndarray, dtype: str, shape: Sequence[int]) -> tor
     return torch.from_numpy(data).view(torch_dtype).view(*shape)
 
 
-def column_from_bytes(data: np.ndarray, dtype: str, shape: Sequence[int]) -> torch.Tensor | LentTensor:
+def column_from_bytes(
+    data: np.ndarray, dtype: str, shape: Sequence[int]
+) -> torch.Tensor | LentTensor:
     """As `tensor_from_bytes`, but large read-only memory is not copied yet.
 
     Small columns are: a queue of many small batches should not hold on to Ray's shared memory.

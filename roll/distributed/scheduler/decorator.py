@@ -73,8 +73,12 @@ class Dispatch(Enum):
     ONE_TO_ALL = auto()  # the same arguments to all; a list of all outputs
     ONE_TO_ALL_ONE = auto()  # the same arguments to all; the output of rank 0
     ALL_TO_ALL = auto()  # lists with one value per worker; a list of all outputs
-    DP_MP_COMPUTE = auto()  # a piece per DP rank, to all its peers; one joined output in input order
-    DP_MP_DISPATCH_FIRST = auto()  # a piece per DP rank, rows only to its first peer; one joined output in input order
+    DP_MP_COMPUTE = (
+        auto()
+    )  # a piece per DP rank, to all its peers; one joined output in input order
+    DP_MP_DISPATCH_FIRST = (
+        auto()
+    )  # a piece per DP rank, rows only to its first peer; one joined output in input order
     DP_MP_DISPATCH_FIRST_COLLECT_ALL = auto()  # as above; a list of all outputs
 
 
@@ -82,7 +86,9 @@ class Execute(Enum):
     """Which workers run the method."""
 
     ALL = auto()
-    RANK_ZERO = auto()  # worker 0 alone, with the caller's arguments as they are; its output is the result
+    RANK_ZERO = (
+        auto()
+    )  # worker 0 alone, with the caller's arguments as they are; its output is the result
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,11 @@ def register(
     del trace, prefetch, to_remote
     get_predefined_dispatch_fn(dispatch_mode)  # a bad mode fails here, where the class is written
     get_predefined_execute_fn(execute_mode)
-    splits = dispatch_mode not in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE, Dispatch.ALL_TO_ALL)
+    splits = dispatch_mode not in (
+        Dispatch.ONE_TO_ALL,
+        Dispatch.ONE_TO_ALL_ONE,
+        Dispatch.ALL_TO_ALL,
+    )
     if execute_mode is Execute.RANK_ZERO and splits:
         name = dispatch_mode.name if isinstance(dispatch_mode, Dispatch) else "a dict of functions"
         raise ValueError(
@@ -164,7 +174,9 @@ def method_spec(cls: type, name: str) -> MethodSpec | None:
         attribute = vars(ancestor).get(name, _ABSENT)
         if attribute is _ABSENT:
             continue
-        if not isinstance(attribute, FunctionType | staticmethod | classmethod) and not callable(attribute):
+        if not isinstance(attribute, FunctionType | staticmethod | classmethod) and not callable(
+            attribute
+        ):
             return None  # the name was taken for something else: there is no method any more
         spec = getattr(attribute, BIND_WORKER_METHOD_FLAG, None)
         if spec is not None:
@@ -185,7 +197,10 @@ _DISPATCH_FUNCTIONS: dict[Dispatch, DispatchFunctions] = {
     Dispatch.ONE_TO_ALL: {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all},
     Dispatch.ONE_TO_ALL_ONE: {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_one},
     Dispatch.ALL_TO_ALL: {"dispatch_fn": dispatch_all_to_all, "collect_fn": collect_all_to_all},
-    Dispatch.DP_MP_COMPUTE: {"dispatch_fn": dispatch_dp_mp_compute, "collect_fn": collect_dp_mp_compute},
+    Dispatch.DP_MP_COMPUTE: {
+        "dispatch_fn": dispatch_dp_mp_compute,
+        "collect_fn": collect_dp_mp_compute,
+    },
     Dispatch.DP_MP_DISPATCH_FIRST: {
         "dispatch_fn": dispatch_dp_mp_dispatch_first,
         "collect_fn": collect_dp_mp_compute,
@@ -217,14 +232,18 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch | DispatchFunctions) -> D
         )
     for key, value in dispatch_mode.items():
         if not callable(value):
-            raise TypeError(f"dispatch_mode[{key!r}] is a {type(value).__name__}; expected a function")
+            raise TypeError(
+                f"dispatch_mode[{key!r}] is a {type(value).__name__}; expected a function"
+            )
     return dispatch_mode
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> ExecuteFunction:
     """`{"execute_fn_name": ...}`: which of the cluster's methods starts the call."""
     if not isinstance(execute_mode, Execute):
-        raise TypeError(f"execute_mode is a {type(execute_mode).__name__}; expected a member of Execute")
+        raise TypeError(
+            f"execute_mode is a {type(execute_mode).__name__}; expected a member of Execute"
+        )
     return _EXECUTE_FUNCTIONS[execute_mode]
 
 

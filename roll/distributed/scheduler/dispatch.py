@@ -159,7 +159,9 @@ def _for_each_argument(
     return positional, {name: spread(value, f"argument {name!r}") for name, value in kwargs.items()}
 
 
-def _dispatch_dp(cluster: Grid, args: tuple[Any, ...], kwargs: dict[str, Any], *, first_rank_only: bool) -> RankArgs:
+def _dispatch_dp(
+    cluster: Grid, args: tuple[Any, ...], kwargs: dict[str, Any], *, first_rank_only: bool
+) -> RankArgs:
     ranks = [cluster.get_rank_info(rank) for rank in range(cluster.world_size)]
 
     def spread(value: Any, label: str) -> list[Any]:
@@ -167,7 +169,9 @@ def _dispatch_dp(cluster: Grid, args: tuple[Any, ...], kwargs: dict[str, Any], *
         if not (first_rank_only and isinstance(value, DataProto)):
             return [pieces[rank.dp_rank] for rank in ranks]
         return [
-            piece if rank.tp_rank == rank.pp_rank == rank.cp_rank == 0 else DataProto(meta_info=dict(piece.meta_info))
+            piece
+            if rank.tp_rank == rank.pp_rank == rank.cp_rank == 0
+            else DataProto(meta_info=dict(piece.meta_info))
             for rank, piece in ((rank, pieces[rank.dp_rank]) for rank in ranks)
         ]
 
@@ -218,7 +222,9 @@ def _collected_ranks(cluster: Grid) -> list[int]:
         if need_collect_dp_mp_compute(rank_info):
             other = speaker_of.setdefault(rank_info.dp_rank, rank)
             if other != rank:
-                raise ValueError(f"ranks {other} and {rank} both speak for dp_rank {rank_info.dp_rank}: check RankInfo")
+                raise ValueError(
+                    f"ranks {other} and {rank} both speak for dp_rank {rank_info.dp_rank}: check RankInfo"
+                )
     if sorted(speaker_of) != list(range(cluster.dp_size)):
         raise ValueError(
             f"only dp_ranks {sorted(speaker_of)} have a rank with tp_rank=0, cp_rank=0 on the last pipeline stage, but "

@@ -43,5 +43,9 @@ def expand_responses(response: DataProto | Sequence[Any] | None) -> list[DataPro
     if response is None:
         return []
     if isinstance(response, DataProto):
-        return [response[row : row + 1] for row in range(len(response))] if len(response) > 1 else [response]
+        return (
+            [response[row : row + 1] for row in range(len(response))]
+            if len(response) > 1
+            else [response]
+        )
     return [item for part in response for item in expand_responses(part)]

@@ -25,7 +25,9 @@ class ObjectRefWrap:
 
 def is_ref(value: Any) -> bool:
     """Whether `value` stands for a result that may not be there yet."""
-    return _is_ray_ref(value) or all(callable(getattr(type(value), name, None)) for name in ("result", "done"))
+    return _is_ray_ref(value) or all(
+        callable(getattr(type(value), name, None)) for name in ("result", "done")
+    )
 
 
 def wait_for_refs(refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
@@ -41,7 +43,9 @@ def wait_for_refs(refs: Sequence[Any], timeout: float | None = None) -> list[Any
         if future in done:
             future.result()
     if not_done:
-        raise _timed_out([i for i, future in enumerate(pending) if future in not_done], len(refs), timeout)
+        raise _timed_out(
+            [i for i, future in enumerate(pending) if future in not_done], len(refs), timeout
+        )
     return [_value(future, i, len(refs), timeout, deadline) for i, future in enumerate(pending)]
 
 
@@ -49,11 +53,15 @@ def _is_ray_ref(value: Any) -> bool:
     return callable(getattr(type(value), "future", None))
 
 
-def _value(future: Any, position: int, count: int, timeout: float | None, deadline: float | None) -> Any:
+def _value(
+    future: Any, position: int, count: int, timeout: float | None, deadline: float | None
+) -> Any:
     if not is_ref(future):
         return future
     try:
-        return future.result(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return future.result(
+            timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+        )
     except TimeoutError as error:
         if deadline is None or time.monotonic() < deadline:
             raise  # the method's own
@@ -61,4 +69,6 @@ def _value(future: Any, position: int, count: int, timeout: float | None, deadli
 
 
 def _timed_out(positions: list[int], count: int, timeout: float | None) -> WorkerTimeoutError:
-    return WorkerTimeoutError(f"waited {timeout} s for {count} results; still missing: {positions} (counted from 0)")
+    return WorkerTimeoutError(
+        f"waited {timeout} s for {count} results; still missing: {positions} (counted from 0)"
+    )

@@ -97,7 +97,9 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
     ) -> None:
         self.batch = batch
-        self.non_tensor_batch = {key: object_column(key, value) for key, value in (non_tensor_batch or {}).items()}
+        self.non_tensor_batch = {
+            key: object_column(key, value) for key, value in (non_tensor_batch or {}).items()
+        }
         self.meta_info = {} if meta_info is None else meta_info
         self.check_consistency()
 
@@ -111,7 +113,9 @@ class DataProto:
     ) -> "DataProto":
         """A batch of these columns. The dicts stay the caller's; the tensors are not copied."""
         if num_batch_dims != 1:
-            raise ValueError(f"num_batch_dims={num_batch_dims}: a DataProto has exactly one batch dimension")
+            raise ValueError(
+                f"num_batch_dims={num_batch_dims}: a DataProto has exactly one batch dimension"
+            )
         return cls(tensor_dict_from(tensors) if tensors else None, non_tensors, meta_info)
 
     @classmethod
@@ -121,7 +125,9 @@ class DataProto:
         """A batch of columns of both kinds: tensors go to `batch`, numpy arrays to `non_tensor_batch`."""
         for key, value in data.items():
             if not isinstance(value, torch.Tensor | np.ndarray):
-                raise ValueError(f"column {key!r} is a {type(value).__name__}; expected a torch.Tensor or numpy array")
+                raise ValueError(
+                    f"column {key!r} is a {type(value).__name__}; expected a torch.Tensor or numpy array"
+                )
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict(tensors, arrays, meta_info)
@@ -136,9 +142,13 @@ class DataProto:
     @batch.setter
     def batch(self, batch: TensorDictBase | None) -> None:
         if batch is not None and not isinstance(batch, TensorDictBase):
-            raise TypeError(f"batch is a {type(batch).__name__}; expected a TensorDict (from_dict takes a dict)")
+            raise TypeError(
+                f"batch is a {type(batch).__name__}; expected a TensorDict (from_dict takes a dict)"
+            )
         if batch is not None and batch.batch_dims != 1:
-            raise ValueError(f"batch has the batch dimensions {tuple(batch.batch_size)}; expected one")
+            raise ValueError(
+                f"batch has the batch dimensions {tuple(batch.batch_size)}; expected one"
+            )
         self._batch = batch
 
     def check_consistency(self) -> None:
@@ -152,12 +162,18 @@ class DataProto:
             if key in tensors:
                 raise ValueError(f"column {key!r} is both in batch and in non_tensor_batch")
             if not isinstance(column, np.ndarray) or column.dtype != object:
-                kind = f"{column.dtype} array" if isinstance(column, np.ndarray) else type(column).__name__
+                kind = (
+                    f"{column.dtype} array"
+                    if isinstance(column, np.ndarray)
+                    else type(column).__name__
+                )
                 raise TypeError(
                     f"non-tensor column {key!r} is a {kind}; expected an object array (data[{key!r}] = array converts)"
                 )
             if len(column) != num_rows:
-                raise ValueError(f"non-tensor column {key!r} has {len(column)} rows; the batch has {num_rows}")
+                raise ValueError(
+                    f"non-tensor column {key!r} has {len(column)} rows; the batch has {num_rows}"
+                )
 
     def __len__(self) -> int:
         if self._batch is not None:
@@ -182,7 +198,11 @@ class DataProto:
         if isinstance(item, str):
             if item not in self:
                 raise self._missing([item])
-            return self.non_tensor_batch[item] if item in self.non_tensor_batch else self._tensors()[item]
+            return (
+                self.non_tensor_batch[item]
+                if item in self.non_tensor_batch
+                else self._tensors()[item]
+            )
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, int | np.integer):
@@ -197,10 +217,14 @@ class DataProto:
         if not isinstance(key, str):
             raise TypeError(f"a column name is a string; found {key!r}")
         if not isinstance(value, torch.Tensor | np.ndarray):
-            raise TypeError(f"column {key!r} is a {type(value).__name__}; expected a torch.Tensor or a numpy array")
+            raise TypeError(
+                f"column {key!r} is a {type(value).__name__}; expected a torch.Tensor or a numpy array"
+            )
         has_rows = self.batch is not None or any(other != key for other in self.non_tensor_batch)
         if value.ndim == 0 or (has_rows and len(value) != len(self)):
-            raise ValueError(f"column {key!r} has shape {tuple(value.shape)}; the batch has {len(self)} rows")
+            raise ValueError(
+                f"column {key!r} has shape {tuple(value.shape)}; the batch has {len(self)} rows"
+            )
         if isinstance(value, np.ndarray):
             self.non_tensor_batch[key] = object_column(key, value)
             if self.batch is not None and key in self._tensors():
@@ -239,9 +263,16 @@ class DataProto:
         if batch_keys is not None:
             tensors = {key: tensors[key] for key in self._checked_keys(batch_keys, "batch")}
         if non_tensor_batch_keys is not None:
-            arrays = {key: arrays[key] for key in self._checked_keys(non_tensor_batch_keys, "non_tensor_batch")}
+            arrays = {
+                key: arrays[key]
+                for key in self._checked_keys(non_tensor_batch_keys, "non_tensor_batch")
+            }
         if meta_info_keys is not None:
-            meta_info = {key: meta_info[key] for key in self.validate_input(meta_info_keys) if key in meta_info}
+            meta_info = {
+                key: meta_info[key]
+                for key in self.validate_input(meta_info_keys)
+                if key in meta_info
+            }
         batch = None if self.batch is None else make_tensor_dict(tensors, len(self))
         selected = DataProto(batch, arrays, meta_info)
         return selected.clone() if deepcopy else selected
@@ -261,7 +292,9 @@ class DataProto:
         meta_names = self.validate_input(meta_info_keys or [])
         absent = [key for key in meta_names if key not in self.meta_info]
         if absent:
-            raise KeyError(f"no {absent} in meta_info, which has {sorted(map(str, self.meta_info))}")
+            raise KeyError(
+                f"no {absent} in meta_info, which has {sorted(map(str, self.meta_info))}"
+            )
         num_rows, batch = len(self), self.batch
         tensors = {} if batch is None else {key: batch.pop(key) for key in tensor_names}
         return DataProto(
@@ -274,11 +307,17 @@ class DataProto:
         """Rename tensor columns in place, all at once (so two columns can swap names). Returns self."""
         old_names, new_names = self._checked_keys(old_keys, "batch"), self.validate_input(new_keys)
         if len(old_names) != len(new_names):
-            raise ValueError(f"{len(old_names)} old names {old_names} but {len(new_names)} new names {new_names}")
-        names = [key for key in (*self._tensors(), *self.non_tensor_batch) if key not in old_names] + new_names
+            raise ValueError(
+                f"{len(old_names)} old names {old_names} but {len(new_names)} new names {new_names}"
+            )
+        names = [
+            key for key in (*self._tensors(), *self.non_tensor_batch) if key not in old_names
+        ] + new_names
         clash = sorted({key for key in new_names if names.count(key) > 1})
         if clash:
-            raise ValueError(f"cannot rename {old_names} to {new_names}: {clash} would name two columns")
+            raise ValueError(
+                f"cannot rename {old_names} to {new_names}: {clash} would name two columns"
+            )
         if self.batch is not None:
             columns = [self.batch.pop(key) for key in old_names]
             self.batch.update(dict(zip(new_names, columns, strict=True)))
@@ -290,11 +329,15 @@ class DataProto:
         What both have must be equal (NaN equals NaN); otherwise a ValueError names it and nothing is added.
         """
         if self._has_columns() and other._has_columns() and len(self) != len(other):
-            raise ValueError(f"cannot unite a batch of {len(self)} rows with one of {len(other)} rows")
+            raise ValueError(
+                f"cannot unite a batch of {len(self)} rows with one of {len(other)} rows"
+            )
         for one, two in ((self, other), (other, self)):
             for key in one._tensors():
                 if key in two.non_tensor_batch:
-                    raise ValueError(f"column {key!r} is a tensor in one batch and a non-tensor column in the other")
+                    raise ValueError(
+                        f"column {key!r} is a tensor in one batch and a non-tensor column in the other"
+                    )
         check_same_values(self._tensors(), other._tensors(), "tensor column")
         check_same_values(self.non_tensor_batch, other.non_tensor_batch, "non-tensor column")
         check_same_values(self.meta_info, other.meta_info, "meta_info")
@@ -308,7 +351,9 @@ class DataProto:
 
     # Rows
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> "DataProto":
         """Rows `start:end:step` as Python slices mean them, sharing memory and `meta_info` with the source.
 
         `slice()` is a shallow copy: columns set on it do not appear in the source.
@@ -325,7 +370,9 @@ class DataProto:
         """Permute the rows in place: row i becomes the former row `indices[i]`."""
         positions = row_positions(indices, len(self))
         if not np.array_equal(np.sort(positions), np.arange(len(self))):
-            raise ValueError(f"reorder needs each of the {len(self)} rows exactly once; select_idxs takes any rows")
+            raise ValueError(
+                f"reorder needs each of the {len(self)} rows exactly once; select_idxs takes any rows"
+            )
         reordered = self._rows(positions)
         self.batch, self.non_tensor_batch = reordered.batch, reordered.non_tensor_batch
 
@@ -334,7 +381,9 @@ class DataProto:
         if repeat_times < 0:
             raise ValueError(f"repeat_times={repeat_times} is negative")
         rows = np.arange(len(self))
-        return self._rows(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+        return self._rows(
+            np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
+        )
 
     def chunk(self, chunks: int, *, clone: bool = True) -> list["DataProto"]:
         """`chunks` pieces in order, the first ones a row longer where it does not divide (7 rows in 3: 3, 2, 2).
@@ -375,7 +424,9 @@ class DataProto:
             positions.setdefault(labels, []).append(row)
         groups = {"|".join(labels): self.select_idxs(rows) for labels, rows in positions.items()}
         if len(groups) != len(positions):
-            raise ValueError(f"values of {names} contain '|', so that different groups would get the same name")
+            raise ValueError(
+                f"values of {names} contain '|', so that different groups would get the same name"
+            )
         return groups
 
     def make_iterator(
@@ -393,12 +444,20 @@ class DataProto:
         options = dict(dataloader_kwargs or {})
         shuffle = bool(options.pop("shuffle", False))
         if options:
-            raise ValueError(f"dataloader_kwargs {sorted(options)} are not supported; only 'shuffle' is")
+            raise ValueError(
+                f"dataloader_kwargs {sorted(options)} are not supported; only 'shuffle' is"
+            )
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"mini_batch_size={mini_batch_size} must be positive and divide the {len(self)} rows")
+            raise ValueError(
+                f"mini_batch_size={mini_batch_size} must be positive and divide the {len(self)} rows"
+            )
         orders = epoch_orders(len(self), epochs, shuffle, seed)
         starts = range(0, len(self), mini_batch_size)
-        return (self.select_idxs(order[start : start + mini_batch_size]) for order in orders for start in starts)
+        return (
+            self.select_idxs(order[start : start + mini_batch_size])
+            for order in orders
+            for start in starts
+        )
 
     def _rows(self, index: _RowSlice | np.ndarray) -> "DataProto":
         """The rows at `index`: a slice with a positive step, or non-negative positions."""
@@ -406,18 +465,28 @@ class DataProto:
         tensor_index = index if isinstance(index, slice) else torch.from_numpy(index)
         tensors = {key: value[tensor_index] for key, value in self._tensors().items()}
         arrays = {key: column[index] for key, column in self.non_tensor_batch.items()}
-        return DataProto(None if self.batch is None else make_tensor_dict(tensors, num_rows), arrays, self.meta_info)
+        return DataProto(
+            None if self.batch is None else make_tensor_dict(tensors, num_rows),
+            arrays,
+            self.meta_info,
+        )
 
     def _copy_columns(self) -> "DataProto":
         """The same rows in memory of their own, one block for each column: many small ones are slow to allocate."""
         tensors = {key: clone_column(value) for key, value in self._tensors().items()}
         arrays = {key: column.copy() for key, column in self.non_tensor_batch.items()}
-        return DataProto(None if self.batch is None else make_tensor_dict(tensors, len(self)), arrays, self.meta_info)
+        return DataProto(
+            None if self.batch is None else make_tensor_dict(tensors, len(self)),
+            arrays,
+            self.meta_info,
+        )
 
     # Whole batches
 
     @staticmethod
-    def concat(data: Sequence["DataProto"], *, global_keys: Iterable[str] | None = None) -> "DataProto":
+    def concat(
+        data: Sequence["DataProto"], *, global_keys: Iterable[str] | None = None
+    ) -> "DataProto":
         """The rows of all, in order. One element is returned as it is.
 
         All must have the same columns, except that elements without any column add no rows. `meta_info` is that of
@@ -436,7 +505,9 @@ class DataProto:
         for key in ("metrics",) if global_keys is None else global_keys:
             values = [element.meta_info[key] for element in data if key in element.meta_info]
             if values:
-                meta_info[key] = merge_dicts(values) if all(isinstance(v, dict) for v in values) else values
+                meta_info[key] = (
+                    merge_dicts(values) if all(isinstance(v, dict) for v in values) else values
+                )
 
         filled = [element for element in data if element._has_columns()]
         if not filled:
@@ -445,7 +516,11 @@ class DataProto:
         for i, element in enumerate(data):
             if element._has_columns():
                 check_same_keys(first._columns(), element._columns(), f"batch of element {i}")
-                check_same_keys(first.non_tensor_batch, element.non_tensor_batch, f"non_tensor_batch of element {i}")
+                check_same_keys(
+                    first.non_tensor_batch,
+                    element.non_tensor_batch,
+                    f"non_tensor_batch of element {i}",
+                )
         batch = None
         if first._batch is not None:
             tensors = [element._columns() for element in filled]
@@ -459,14 +534,19 @@ class DataProto:
 
     @staticmethod
     def materialize_concat(
-        data_refs: Sequence[Any], *, global_keys: Iterable[str] | None = None, timeout: float | None = None
+        data_refs: Sequence[Any],
+        *,
+        global_keys: Iterable[str] | None = None,
+        timeout: float | None = None,
     ) -> "DataProto":
         """Wait for all references, then concat those that are to be collected.
 
         An element is a DataProto, a future, a Ray ObjectRef, or an `ObjectRefWrap` of one of them. The first failure
         is raised at once; `timeout` (seconds, for all together) raises WorkerTimeoutError.
         """
-        values = wait_for_refs([ref.obj_ref if isinstance(ref, ObjectRefWrap) else ref for ref in data_refs], timeout)
+        values = wait_for_refs(
+            [ref.obj_ref if isinstance(ref, ObjectRefWrap) else ref for ref in data_refs], timeout
+        )
         is_collected = [not isinstance(ref, ObjectRefWrap) or ref.collected for ref in data_refs]
         collected = list(compress(values, is_collected))
         for value in collected:
@@ -501,7 +581,9 @@ class DataProto:
         """Tensors arrive on the CPU, writable, with their own rows only: see `batch_memory`. Numpy arrays inside rows
         or `meta_info` arrive as Ray hands them out: read-only."""
         tensors = {key: as_picklable_column(value) for key, value in self._columns().items()}
-        arrays = {key: map_rows(column, as_picklable) for key, column in self.non_tensor_batch.items()}
+        arrays = {
+            key: map_rows(column, as_picklable) for key, column in self.non_tensor_batch.items()
+        }
         num_rows = None if self._batch is None else len(self)
         return _restore, (num_rows, tensors, arrays, map_tensors(self.meta_info, as_picklable))
 
@@ -558,12 +640,17 @@ class DataProto:
 
 
 def _restore(
-    num_rows: int | None, tensors: dict[str, Any], arrays: Mapping[str, Any], meta_info: dict[str, Any]
+    num_rows: int | None,
+    tensors: dict[str, Any],
+    arrays: Mapping[str, Any],
+    meta_info: dict[str, Any],
 ) -> DataProto:
     data = DataProto(None, arrays, meta_info)
     if num_rows is not None:
         lent = any(isinstance(value, LentTensor) for value in tensors.values())
-        data._batch = LentColumns(tensors, num_rows) if lent else make_tensor_dict(tensors, num_rows)
+        data._batch = (
+            LentColumns(tensors, num_rows) if lent else make_tensor_dict(tensors, num_rows)
+        )
     return data
 
 

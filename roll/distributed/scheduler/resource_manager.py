@@ -31,13 +31,17 @@ class ResourceManager:
             holds a model and has several workers, and this process for every other.
     """
 
-    def __init__(self, num_gpus_per_node: int = 0, num_nodes: int = 1, backend: BackendChoice = "auto") -> None:
+    def __init__(
+        self, num_gpus_per_node: int = 0, num_nodes: int = 1, backend: BackendChoice = "auto"
+    ) -> None:
         if num_gpus_per_node < 0 or num_nodes < 1:
             raise ConfigError(
                 f"num_gpus_per_node={num_gpus_per_node}, num_nodes={num_nodes}: expected at least 0 GPUs and 1 node"
             )
         if backend not in get_args(BackendChoice):
-            raise ConfigError(f"backend={backend!r} is unknown; use one of {', '.join(get_args(BackendChoice))}")
+            raise ConfigError(
+                f"backend={backend!r} is unknown; use one of {', '.join(get_args(BackendChoice))}"
+            )
         self.num_gpus_per_node = num_gpus_per_node
         self.num_nodes = num_nodes
         self.backend: BackendChoice = backend
@@ -103,7 +107,11 @@ def missing_gpus(
     """Raises ConfigError for devices beyond `num_nodes` machines that show `num_gpus` GPUs each."""
     if any(device.node_rank >= num_nodes for device in devices):
         where = f"more than {num_nodes} machines" if num_nodes > 1 else "a second machine"
-        why = "there is no Ray cluster (RAY_ADDRESS is not set)" if on_ray else "its workers run in this process"
+        why = (
+            "there is no Ray cluster (RAY_ADDRESS is not set)"
+            if on_ray
+            else "its workers run in this process"
+        )
         fix = "start one with `ray start`" if on_ray else "use backend='ray'"
         if machine != "this machine":
             why, fix = f"{machine} is {num_nodes}", f"compare with {num_nodes + 1}x{machine}"
@@ -127,7 +135,9 @@ def override_for(role: str, gpus_per_worker: int, num_gpus: int) -> str:
 
 
 def _available(num_gpus: int) -> str:
-    return "no GPU" if num_gpus == 0 else f"GPUs 0 to {num_gpus - 1}" if num_gpus > 1 else "only GPU 0"
+    return (
+        "no GPU" if num_gpus == 0 else f"GPUs 0 to {num_gpus - 1}" if num_gpus > 1 else "only GPU 0"
+    )
 
 
 def _numbers(values: Sequence[int]) -> str:

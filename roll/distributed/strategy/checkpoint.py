@@ -20,21 +20,28 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from roll.exceptions import DataError
 
 FORMAT_VERSION = 1
 
 
-def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
+def save_optimizer(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool
+) -> None:
     """Write the optimizer's state under the names of the parameters. `sharded`: all ranks call this together."""
     state = get_optimizer_state_dict(model, optimizer)
     with _quiet():
         dcp.save({"optimizer": state}, checkpoint_id=folder, no_dist=not sharded)
 
 
-def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
+def load_optimizer(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool
+) -> None:
     """Read what `save_optimizer` wrote, from any number of ranks to any number of ranks."""
     if not folder.is_dir():
         raise DataError(
@@ -50,7 +57,9 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 def _quiet() -> Iterator[None]:
     """Without torch's remark that a process which says `no_dist` is alone."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
         yield
 
 
@@ -61,7 +70,13 @@ def random_states() -> dict[str, Any]:
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+        "numpy": [
+            str(name),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            position,
+            has_gauss,
+            cached,
+        ],
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -86,9 +101,13 @@ def load_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
-        raise DataError(f"{path}: not found; is {path.parent.parent} a checkpoint that roll wrote?") from None
+        raise DataError(
+            f"{path}: not found; is {path.parent.parent} a checkpoint that roll wrote?"
+        ) from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: not valid JSON ({error}); the checkpoint is damaged, use an earlier one") from None
+        raise DataError(
+            f"{path}: not valid JSON ({error}); the checkpoint is damaged, use an earlier one"
+        ) from None
     if value.get("format_version") != FORMAT_VERSION:
         raise DataError(
             f"{path}: format_version is {value.get('format_version')!r}, this version of roll reads {FORMAT_VERSION}"

@@ -92,9 +92,18 @@ def _refuse_conflicts(config: Mapping[str, Any], run: RunSettings) -> None:
     rows = run.micro_batch_size
     steps = run.gradient_accumulation_steps
     expected: dict[str, tuple[Any, str]] = {
-        "train_micro_batch_size_per_gpu": (rows, f"{run.role}.training_args.per_device_train_batch_size"),
-        "gradient_accumulation_steps": (steps, f"{run.role}.training_args.gradient_accumulation_steps"),
-        "train_batch_size": (rows * steps * run.world_size, f"{run.role}.training_args and the number of workers"),
+        "train_micro_batch_size_per_gpu": (
+            rows,
+            f"{run.role}.training_args.per_device_train_batch_size",
+        ),
+        "gradient_accumulation_steps": (
+            steps,
+            f"{run.role}.training_args.gradient_accumulation_steps",
+        ),
+        "train_batch_size": (
+            rows * steps * run.world_size,
+            f"{run.role}.training_args and the number of workers",
+        ),
         "gradient_clipping": (run.max_grad_norm, "max_grad_norm"),
         "bf16.enabled": (run.dtype == "bf16", f"{run.role}.model_args.dtype"),
         "fp16.enabled": (run.dtype == "fp16", f"{run.role}.model_args.dtype"),
@@ -126,7 +135,9 @@ def _refuse_nvme(config: Mapping[str, Any], run: RunSettings) -> None:
     for part in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{part}.device"
         if _get(config, key) == "nvme":
-            raise ConfigError(f"{run.key(key)}: found 'nvme', which is not supported here; expected cpu or none")
+            raise ConfigError(
+                f"{run.key(key)}: found 'nvme', which is not supported here; expected cpu or none"
+            )
 
 
 def _get(config: Mapping[str, Any], dotted: str) -> Any:

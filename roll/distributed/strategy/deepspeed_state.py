@@ -23,13 +23,17 @@ from roll.exceptions import DataError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
-LOAD_ELEMENTS = 2**28  # of parameters whose whole state a rank holds at a time while loading: 1 GiB a tensor
+LOAD_ELEMENTS = (
+    2**28
+)  # of parameters whose whole state a rank holds at a time while loading: 1 GiB a tensor
 
 
 class ZeroState:
     """What an engine's ZeRO optimizer holds for the trainable parameters of a model. All ranks call every method."""
 
-    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(
+        self, engine: Any, optimizer: torch.optim.Optimizer, model: nn.Module, ranks: Ranks
+    ) -> None:
         self.engine = engine
         self.zero = engine.optimizer
         self.optimizer = optimizer
@@ -87,7 +91,10 @@ class ZeroState:
         for index, (name, parameter) in enumerate(self.parameters.items()):
             whole = {key: self._whole_state(parameter, key) for key in self._keys()}
             if index % self.ranks.size == self.ranks.rank:
-                mine[name] = {"step": step.clone(), **{key: value.cpu().clone() for key, value in whole.items()}}
+                mine[name] = {
+                    "step": step.clone(),
+                    **{key: value.cpu().clone() for key, value in whole.items()},
+                }
         state: dict[str, Any] = {"state": mine} if mine else {}
         if self.ranks.rank == 0:
             (group,) = self.optimizer.param_groups
@@ -102,14 +109,20 @@ class ZeroState:
                 f"{folder}: no optimizer state here; to start from the weights alone, set `pretrain` to this checkpoint"
             )
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        missing = [name for name in self.parameters if f"optimizer.state.{name}.exp_avg" not in saved]
+        missing = [
+            name for name in self.parameters if f"optimizer.state.{name}.exp_avg" not in saved
+        ]
         if missing:
             raise DataError(
                 f"{folder}: no optimizer state for {', '.join(missing[:5])}; is another model trained here?"
             )
         self._create_moments()
         # A run in half precision without master weights has none to give.
-        keys = [key for key in self._keys() if f"optimizer.state.{next(iter(self.parameters))}.{key}" in saved]
+        keys = [
+            key
+            for key in self._keys()
+            if f"optimizer.state.{next(iter(self.parameters))}.{key}" in saved
+        ]
         for bucket in self._buckets():
             step = torch.zeros(())
             state = {
@@ -133,7 +146,11 @@ class ZeroState:
         return MOMENTS if is_float32 else (*MOMENTS, MASTER)
 
     def _flat_parameters(self) -> list[Tensor]:
-        return self.zero.fp32_partitioned_groups_flat if self.is_stage3 else self.zero.single_partition_of_fp32_groups
+        return (
+            self.zero.fp32_partitioned_groups_flat
+            if self.is_stage3
+            else self.zero.single_partition_of_fp32_groups
+        )
 
     def _flat_states(self) -> list[dict[str, Tensor]]:
         return [self.optimizer.state[flat] for flat in self._flat_parameters()]
@@ -160,8 +177,12 @@ class ZeroState:
             return
         # This rank's part; DeepSpeed's own method for whole values fails where the last part is padded.
         length = _extended(parameter).ds_tensor.numel()
-        padded = torch.nn.functional.pad(value.flatten(), (0, length * self.ranks.size - value.numel()))
-        self.zero.set_local_hp_param(padded.narrow(0, length * self.ranks.rank, length), parameter, state_key)
+        padded = torch.nn.functional.pad(
+            value.flatten(), (0, length * self.ranks.size - value.numel())
+        )
+        self.zero.set_local_hp_param(
+            padded.narrow(0, length * self.ranks.rank, length), parameter, state_key
+        )
 
     def _buckets(self) -> Iterator[dict[str, nn.Parameter]]:
         bucket: dict[str, nn.Parameter] = {}
@@ -191,5 +212,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 def _quiet() -> Iterator[None]:
     """Without torch's remark that a process which says `no_dist` is alone."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
         yield

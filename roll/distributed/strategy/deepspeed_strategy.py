@@ -40,7 +40,12 @@ from torch import Tensor, nn
 
 from roll.configs.problems import did_you_mean
 from roll.distributed.scheduler.protocol import DataProto
-from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, training_stage, zero_stage
+from roll.distributed.strategy.deepspeed_config import (
+    RunSettings,
+    complete_config,
+    training_stage,
+    zero_stage,
+)
 from roll.distributed.strategy.deepspeed_state import ZeroState
 from roll.distributed.strategy.micro_batches import Rows, split_to
 from roll.distributed.strategy.ranks import Ranks
@@ -88,13 +93,17 @@ class DeepSpeedStrategy(InferenceStrategy):
             raise ConfigError(f"{run.key(key)}: DeepSpeed has no such key; {guess or 'remove it'}")
         return config
 
-    def start_engine(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+    def start_engine(
+        self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         """Meet the other ranks and hand the model, and what trains it, to DeepSpeed."""
         self.worker.init_process_group()
         self.ranks = Ranks.of_default_group(self.device)
         # The one variable that DeepSpeed insists on once torch.distributed is up: the device within this process.
         os.environ["LOCAL_RANK"] = str(self.device.index or 0)
-        self.deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo", verbose=False)
+        self.deepspeed.init_distributed(
+            dist_backend="nccl" if self.device.type == "cuda" else "gloo", verbose=False
+        )
         self.engine, *_ = self.deepspeed.initialize(
             model=self.model, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -148,7 +157,9 @@ class DeepSpeedStrategy(InferenceStrategy):
     def _writable(self, parameters: list[nn.Parameter]) -> Any:
         """Inside, the parameters are whole; at stage 3 what rank 0 then holds is what all ranks get."""
         is_elsewhere = not self.holds_whole_model
-        return self.deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=is_elsewhere)
+        return self.deepspeed.zero.GatheredParameters(
+            parameters, modifier_rank=0, enabled=is_elsewhere
+        )
 
     # -- moving --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +185,9 @@ class DeepSpeedStrategy(InferenceStrategy):
     @property
     def _can_move(self) -> bool:
         has_offload = "offload_param" in self.strategy_config.get("zero_optimization", {})
-        return self.device.type != "cpu" and self.is_trainable and self.stage == 3 and not has_offload
+        return (
+            self.device.type != "cpu" and self.is_trainable and self.stage == 3 and not has_offload
+        )
 
     def _switch_linear_logits_off(self) -> None:
         if self.strategy_config.get("linear_logits", False):
@@ -212,9 +225,13 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
     _clip_factor = 1.0
 
     def initialize(self, model_provider: ModelProvider) -> None:
-        stage = training_stage(self.strategy_config, self.stage, self.worker_config.model_args.dtype)
+        stage = training_stage(
+            self.strategy_config, self.stage, self.worker_config.model_args.dtype
+        )
         if stage != self.stage:
-            self.worker.logger.warning(f"ZeRO stage {self.stage} runs as stage {stage}: the same numbers, less memory")
+            self.worker.logger.warning(
+                f"ZeRO stage {self.stage} runs as stage {stage}: the same numbers, less memory"
+            )
             self.stage = stage
         config = self.engine_config()
         self.build_model(model_provider)
@@ -236,7 +253,9 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Read the norm; DeepSpeed itself scales in its step, by the same `gradient_clipping`."""
         norm = self.zero.grad_norm()
-        self._clip_factor = min(1.0, max_norm / (float(norm) + 1e-6)) if math.isfinite(float(norm)) else 1.0
+        self._clip_factor = (
+            min(1.0, max_norm / (float(norm) + 1e-6)) if math.isfinite(float(norm)) else 1.0
+        )
         return norm
 
     def apply_gradients(self) -> None:
@@ -263,7 +282,11 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
 
     def _load_sharded_weights(self, folder: Path) -> None:
         # Checking an adapter compares with the shapes of the model's own tensors, so these have to be there.
-        adapter = [p for p in self.model.parameters() if p.requires_grad] if is_lora_model(self.model) else []
+        adapter = (
+            [p for p in self.model.parameters() if p.requires_grad]
+            if is_lora_model(self.model)
+            else []
+        )
         with self.deepspeed.zero.GatheredParameters(adapter):
             weights = read_hf_weights(self.model, folder) if self.ranks.rank == 0 else {}
         names = self.ranks.share(list(weights))
@@ -281,7 +304,9 @@ class DeepSpeedTrainStrategy(DeepSpeedStrategy, TrainStrategy):
 
     def load_checkpoint(self, load_dir: str | Path) -> int:
         global_step = super().load_checkpoint(load_dir)
-        for group, learning_rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+        for group, learning_rate in zip(
+            self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
+        ):
             group["lr"] = learning_rate
         return global_step
 
@@ -323,7 +348,9 @@ def import_deepspeed(*, on_cpu: bool) -> Any:
         ) from error
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # It calls collectives by names that torch has since renamed.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning
+    )
     if on_cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -13,15 +13,30 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from roll.configs.strategy_options import Fsdp2Options, Fsdp2TrainOptions
 from roll.distributed.strategy.checkpoint import load_optimizer, save_optimizer
 from roll.distributed.strategy.micro_batches import Rows, split_to
 from roll.distributed.strategy.ranks import Ranks
-from roll.distributed.strategy.strategy import InferenceStrategy, ModelProvider, decoder_layers, full_tensor
+from roll.distributed.strategy.strategy import (
+    InferenceStrategy,
+    ModelProvider,
+    decoder_layers,
+    full_tensor,
+)
 from roll.distributed.strategy.train_strategy import TrainStrategy
 from roll.models.hf_checkpoint import read_hf_weights
 
@@ -75,7 +90,9 @@ class Fsdp2TrainStrategy(TrainStrategy):
 
     def load_weights(self, folder: Path) -> None:
         # Rank 0 reads and checks; the others receive their shards from it.
-        weights: dict[str, Any] = dict(read_hf_weights(self.unwrap_model(), folder)) if self.ranks.rank == 0 else {}
+        weights: dict[str, Any] = (
+            dict(read_hf_weights(self.unwrap_model(), folder)) if self.ranks.rank == 0 else {}
+        )
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(self.model, weights, options=options)
 
@@ -100,7 +117,9 @@ def shard_model(strategy: InferenceStrategy) -> None:
     mesh = init_device_mesh(strategy.device.type, (strategy.ranks.size,))
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[options.param_dtype or strategy.worker_config.model_args.dtype],
-        reduce_dtype=DTYPES[options.reduce_dtype] if isinstance(options, Fsdp2TrainOptions) else None,
+        reduce_dtype=DTYPES[options.reduce_dtype]
+        if isinstance(options, Fsdp2TrainOptions)
+        else None,
     )
     offload_policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     for layer in decoder_layers(strategy.model):
@@ -111,6 +130,12 @@ def shard_model(strategy: InferenceStrategy) -> None:
             mp_policy=policy,
             offload_policy=offload_policy,
         )
-    fully_shard(strategy.model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload_policy)
+    fully_shard(
+        strategy.model,
+        mesh=mesh,
+        reshard_after_forward=False,
+        mp_policy=policy,
+        offload_policy=offload_policy,
+    )
     if not offload:
         strategy.model.to(strategy.device)

@@ -86,7 +86,9 @@ class HfTrainStrategy(TrainStrategy):
         for bucket in _buckets(gradients):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat)
-            for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            for gradient, summed in zip(
+                bucket, _unflatten_dense_tensors(flat, bucket), strict=True
+            ):
                 gradient.copy_(summed)
 
 
@@ -98,12 +100,18 @@ def compile_layers(model: nn.Module) -> None:
     anew for another width cannot differ from the forward pass that it repeats.
     """
     # Models share the code of their blocks: each of them, with and without gradients, for one width and for any.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT
+    )
     compiled: dict[type, type] = {}
     for layer in decoder_layers(model):
         cls = type(layer)
         if cls not in compiled:
-            members = {"__call__": torch.compile(cls.__call__), "__module__": cls.__module__, "__doc__": cls.__doc__}
+            members = {
+                "__call__": torch.compile(cls.__call__),
+                "__module__": cls.__module__,
+                "__doc__": cls.__doc__,
+            }
             compiled[cls] = type(cls.__name__, (cls,), members)
         layer.__class__ = compiled[cls]
 

@@ -26,7 +26,9 @@ class MicroBatch:
 
     def widen(self, token_values: Tensor, full_width: int) -> Tensor:
         """Put per-token results of this micro-batch, (rows, stop-start-1, ...), back into full_width - 1 columns."""
-        wide = token_values.new_zeros((token_values.shape[0], full_width - 1, *token_values.shape[2:]))
+        wide = token_values.new_zeros(
+            (token_values.shape[0], full_width - 1, *token_values.shape[2:])
+        )
         wide[:, self.start : self.stop - 1] = token_values
         return wide
 
@@ -52,7 +54,9 @@ def plan_by_rows(num_rows: int, rows_per_micro_batch: int) -> list[Rows]:
     ]
 
 
-def plan_by_tokens(lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, unit: int = 1) -> list[Rows]:
+def plan_by_tokens(
+    lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, unit: int = 1
+) -> list[Rows]:
     """Micro-batches of rows of similar length whose padded size, rows x longest row, stays within `max_tokens`.
 
     `unit` consecutive rows are never separated (2 for chosen/rejected pairs). A unit that alone exceeds the budget
@@ -136,5 +140,7 @@ def make_micro_batch(batch: DataProto, rows: Rows, *, round_to: int = 1) -> Micr
         elif value.dim() >= 2 and value.shape[1] == full_width - 1:
             value = value[:, begin : end - 1]
         narrowed[key] = value
-    data = DataProto.from_dict(narrowed, non_tensors=selected.non_tensor_batch, meta_info=batch.meta_info)
+    data = DataProto.from_dict(
+        narrowed, non_tensors=selected.non_tensor_batch, meta_info=batch.meta_info
+    )
     return MicroBatch(data, rows, begin, end)

@@ -67,7 +67,9 @@ class InferenceStrategy(ABC):
         self.worker = worker
         self.worker_config = worker.worker_config
         self.strategy_config: Mapping[str, Any] = worker.worker_config.strategy_args.strategy_config
-        self.options: Any = options_of(worker.worker_config.strategy_args.strategy_name, self.strategy_config)
+        self.options: Any = options_of(
+            worker.worker_config.strategy_args.strategy_name, self.strategy_config
+        )
         self.model: nn.Module
         self.tokenizer: Any = None
         self.device = torch.device("cpu")
@@ -107,7 +109,9 @@ class InferenceStrategy(ABC):
         if not builds_logits and wanted is not False:
             self.shares_prefixes = use_token_tree(self.model)
         if wanted and not self.shares_prefixes:
-            self.worker.logger.warning("share_prefixes has no effect: %s is computed row by row", type(self.model))
+            self.worker.logger.warning(
+                "share_prefixes has no effect: %s is computed row by row", type(self.model)
+            )
 
     def _mention_unused_gpus(self) -> None:
         """A large model on the CPU of a machine with GPUs is more often forgotten than meant."""
@@ -156,7 +160,9 @@ class InferenceStrategy(ABC):
                 _, results = forward_func(micro.data, output)
                 for key, value in results.items():
                     per_token = value.dim() >= 2 and value.shape[1] == micro.stop - micro.start - 1
-                    pieces.setdefault(key, []).append((micro.widen(value, width) if per_token else value).cpu())
+                    pieces.setdefault(key, []).append(
+                        (micro.widen(value, width) if per_token else value).cpu()
+                    )
                 order.extend(micro.rows)
         back = torch.tensor(order).argsort()
         return {key: torch.cat(values)[back] for key, values in pieces.items()}
@@ -168,10 +174,16 @@ class InferenceStrategy(ABC):
 
     def forward_model(self, data: DataProto) -> ModelOutput:
         """One forward pass of the model over a micro-batch; logits are not built when the head allows it."""
-        if self.shares_prefixes and data.meta_info["right_padded"] and not data.meta_info["own_positions"]:
+        if (
+            self.shares_prefixes
+            and data.meta_info["right_padded"]
+            and not data.meta_info["own_positions"]
+        ):
             round_to = 1 if self.device.type == "cpu" else GPU_MULTIPLE
             tree = token_tree(
-                data["input_ids"].to(self.device), data["attention_mask"].to(self.device), round_to=round_to
+                data["input_ids"].to(self.device),
+                data["attention_mask"].to(self.device),
+                round_to=round_to,
             )
             if tree is not None:
                 return tree.rows_of(self.model(**tree.model_inputs(), use_cache=False).logits)
@@ -187,9 +199,13 @@ class InferenceStrategy(ABC):
         with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each next token and entropy of its distribution, (B, S-1), 0 where `mask[:, 1:]` is 0."""
-        return next_token_log_probs(output, input_ids, mask, temperature=temperature, with_entropy=with_entropy)
+        return next_token_log_probs(
+            output, input_ids, mask, temperature=temperature, with_entropy=with_entropy
+        )
 
-    def op_compute_log_probs(self, logits: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def op_compute_log_probs(
+        self, logits: ModelOutput, input_ids: Tensor, attention_mask: Tensor
+    ) -> Tensor:
         """Log-probability of each next token, (B, S-1), exactly 0 where `attention_mask[:, 1:]` is 0.
 
         The mask is whatever the caller wants scored: DPO passes the attention mask, RL the response mask.
@@ -206,7 +222,9 @@ class InferenceStrategy(ABC):
     @property
     def generation_engine(self) -> Engine:
         """What answers generation requests with this model."""
-        raise RuntimeError(f"{self.strategy_name} does not generate; give this role the strategy hf_infer or vllm")
+        raise RuntimeError(
+            f"{self.strategy_name} does not generate; give this role the strategy hf_infer or vllm"
+        )
 
     def get_metrics(self, metric_names: Collection[str] | None = None) -> Metrics:
         """Numbers that only the strategy knows, such as the state of a generation engine."""
@@ -214,12 +232,16 @@ class InferenceStrategy(ABC):
 
     # -- moving and saving -------------------------------------------------------------------------------------------
 
-    def load_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def load_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         """Bring states to the device that they are used on: all, or those that `include` names (OffloadStateType)."""
         if includes(include, OffloadStateType.model_params):
             self.model.to(self.device, non_blocking=non_blocking)
 
-    def offload_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def offload_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         """Move states to host memory: all, or those that `include` names. A model on the CPU is there already."""
         if includes(include, OffloadStateType.model_params) and self.device.type != "cpu":
             self.model.to("cpu", non_blocking=non_blocking)
@@ -267,7 +289,14 @@ class InferenceStrategy(ABC):
         return not isinstance(next(self.model.parameters()), DTensor)
 
     def setup_model_update(
-        self, *, rank: int | None, host: str, port: int, size: int, timeout: timedelta, plan: SyncPlan
+        self,
+        *,
+        rank: int | None,
+        host: str,
+        port: int,
+        size: int,
+        timeout: timedelta,
+        plan: SyncPlan,
     ) -> None:
         """Join the channel that weights travel in: rank 0 sends, the others receive, None only helps to gather."""
         self.sync_plan = plan
@@ -324,8 +353,14 @@ class InferenceStrategy(ABC):
             return {"input_ids": input_ids, "attention_mask": None, "position_ids": None}
         position_ids = positions(attention_mask)
         if data.meta_info["own_positions"]:
-            position_ids = torch.where(attention_mask != 0, data["position_ids"].to(self.device), position_ids)
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+            position_ids = torch.where(
+                attention_mask != 0, data["position_ids"].to(self.device), position_ids
+            )
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
 
     def same_length_on_all_ranks(self, plan: list[Rows], unit: int = 1) -> list[Rows]:
         """The plan itself, where ranks compute on their own. Ranks that share a sharded model must run equally many."""
@@ -351,7 +386,9 @@ class InferenceStrategy(ABC):
                 config.max_tokens_per_microbatch_in_infer,
                 round_to=config.sequence_length_round_in_infer,
             )
-        return plan_by_rows(len(batch), batch.meta_info.get("micro_batch_size", config.infer_batch_size))
+        return plan_by_rows(
+            len(batch), batch.meta_info.get("micro_batch_size", config.infer_batch_size)
+        )
 
     @contextlib.contextmanager
     def _adapter_context(self, batch: DataProto) -> Iterator[None]:
@@ -365,7 +402,9 @@ class InferenceStrategy(ABC):
     @staticmethod
     def _require_rows(batch: DataProto) -> None:
         if len(batch) == 0:
-            raise ValueError("the batch has no rows; a rank needs at least one (see pad_dataproto_to_divisor)")
+            raise ValueError(
+                "the batch has no rows; a rank needs at least one (see pad_dataproto_to_divisor)"
+            )
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -396,7 +435,9 @@ def has_own_positions(batch: DataProto) -> bool:
     given, mask_BS = batch["position_ids"], batch["attention_mask"]
     channels_BCS = given if given.dim() == 3 else given[:, None]
     fits = channels_BCS.shape[::2] == mask_BS.shape
-    differs = not fits or bool(((channels_BCS != positions(mask_BS)[:, None]) & (mask_BS != 0)[:, None]).any())
+    differs = not fits or bool(
+        ((channels_BCS != positions(mask_BS)[:, None]) & (mask_BS != 0)[:, None]).any()
+    )
     if differs and given.shape != mask_BS.shape:
         raise ValueError(
             f"position_ids have shape {tuple(given.shape)}, expected {tuple(mask_BS.shape)}: one position per token "

@@ -37,7 +37,12 @@ from roll.distributed.strategy.checkpoint import (
     save_json,
     save_optimizer,
 )
-from roll.distributed.strategy.micro_batches import Rows, cut_by_tokens, plan_by_rows, plan_by_tokens
+from roll.distributed.strategy.micro_batches import (
+    Rows,
+    cut_by_tokens,
+    plan_by_rows,
+    plan_by_tokens,
+)
 from roll.distributed.strategy.strategy import (
     InferenceStrategy,
     LossFunction,
@@ -60,9 +65,7 @@ from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
 TRAINING_FOLDER = "training"
 LossInParts = tuple[Tensor, list[Mapping[str, Any]]]
 MAX_BAD_STEPS = 3  # consecutive non-finite steps before a run stops
-PLACEHOLDER = (
-    "is_placeholder"  # meta_info key: this rank has no rows in this step; its one row only keeps step with others
-)
+PLACEHOLDER = "is_placeholder"  # meta_info key: this rank has no rows in this step; its one row only keeps step with others
 
 
 class NonFiniteStepError(RollError, FloatingPointError):
@@ -73,7 +76,9 @@ class TrainStrategy(InferenceStrategy):
     """A model on this rank that also trains. Subclasses say how it is placed and how gradients meet."""
 
     is_trainable: ClassVar[bool] = True
-    fuses_optimizer: ClassVar[bool] = False  # whether all weights are updated by one kernel; not with sharded ones
+    fuses_optimizer: ClassVar[bool] = (
+        False  # whether all weights are updated by one kernel; not with sharded ones
+    )
 
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
@@ -91,7 +96,9 @@ class TrainStrategy(InferenceStrategy):
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients to at most `max_norm`; returns the norm before, over all ranks."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def apply_gradients(self) -> None:
@@ -124,7 +131,11 @@ class TrainStrategy(InferenceStrategy):
         gib = self.options.keep_logits_gib
         if gib is None:
             on_gpu = self.device.type == "cuda"
-            return torch.cuda.get_device_properties(self.device).total_memory // 50 if on_gpu else 1 << 30
+            return (
+                torch.cuda.get_device_properties(self.device).total_memory // 50
+                if on_gpu
+                else 1 << 30
+            )
         return int(gib * 2**30)
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -186,7 +197,11 @@ class TrainStrategy(InferenceStrategy):
             return whole
         weight, token_bytes = output.weight, output.shape[-1] * output.dtype.itemsize
         sum_dtype = accumulation_dtype(weight.dtype)
-        sum_bytes = weight.numel() * sum_dtype.itemsize if weight.requires_grad and weight.dtype != sum_dtype else 0
+        sum_bytes = (
+            weight.numel() * sum_dtype.itemsize
+            if weight.requires_grad and weight.dtype != sum_dtype
+            else 0
+        )
         all_fit = output.shape[:2].numel() * token_bytes <= self.kept_logits_bytes
         if all_fit or self.kept_logits_bytes == 0 or self.kept_logits_bytes < sum_bytes:
             return whole
@@ -201,7 +216,9 @@ class TrainStrategy(InferenceStrategy):
         self.reduce_gradients()
         grad_norm = float(self.clip_gradients(self.worker.pipeline_config.max_grad_norm))
         # A rank may be the only one with a non-finite loss, and all must take the same decision.
-        bad_ranks = self.ranks.sum([0.0 if math.isfinite(float(loss)) and math.isfinite(grad_norm) else 1.0])[0]
+        bad_ranks = self.ranks.sum(
+            [0.0 if math.isfinite(float(loss)) and math.isfinite(grad_norm) else 1.0]
+        )[0]
         if bad_ranks == 0:
             self.apply_gradients()
             self.bad_steps_in_a_row = 0
@@ -214,8 +231,14 @@ class TrainStrategy(InferenceStrategy):
             raise self._non_finite_error(float(loss), grad_norm, batch)
         return grad_norm
 
-    def _non_finite_error(self, loss: float, grad_norm: float, batch: DataProto) -> NonFiniteStepError:
-        folder = Path(self.worker.pipeline_config.output_dir) / "non_finite" / f"{self.worker.worker_name}"
+    def _non_finite_error(
+        self, loss: float, grad_norm: float, batch: DataProto
+    ) -> NonFiniteStepError:
+        folder = (
+            Path(self.worker.pipeline_config.output_dir)
+            / "non_finite"
+            / f"{self.worker.worker_name}"
+        )
         batch.save(folder)
         return NonFiniteStepError(
             f"{self.worker.worker_name}: {self.bad_steps_in_a_row} optimizer steps in a row were not finite (loss "
@@ -249,7 +272,9 @@ class TrainStrategy(InferenceStrategy):
             if self.ranks.rank == 0:
                 write_hf_files(self.unwrap_model(), self.tokenizer, folder, state_dict)
                 (folder / TRAINING_FOLDER).mkdir()
-                save_json(folder / TRAINING_FOLDER / "state.json", self._describe_state(global_step))
+                save_json(
+                    folder / TRAINING_FOLDER / "state.json", self._describe_state(global_step)
+                )
             self.ranks.barrier()
             weights_done = time.monotonic()
             self.save_training_state(folder / TRAINING_FOLDER)
@@ -275,7 +300,9 @@ class TrainStrategy(InferenceStrategy):
         self.scheduler.load_state_dict(state["scheduler"])
         self.bad_steps_in_a_row = state["bad_steps_in_a_row"]
         if state["world_size"] == self.ranks.size:
-            restore_random_states(torch.load(folder / f"rng-{self.ranks.rank}.pt", weights_only=True))
+            restore_random_states(
+                torch.load(folder / f"rng-{self.ranks.rank}.pt", weights_only=True)
+            )
         else:
             self.worker.logger.warning(
                 f"{load_dir} was made by {state['world_size']} ranks and is loaded by {self.ranks.size}: weights, "
@@ -306,12 +333,16 @@ class TrainStrategy(InferenceStrategy):
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
-    def load_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def load_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         super().load_states(include, non_blocking)
         if includes(include, OffloadStateType.optimizer_states) and self.device.type != "cpu":
             move_optimizer(self.optimizer, self.device, non_blocking)
 
-    def offload_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def offload_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         if includes(include, OffloadStateType.optimizer_states) and self.device.type != "cpu":
             move_optimizer(self.optimizer, torch.device("cpu"), non_blocking)
         super().offload_states(include, non_blocking)
@@ -320,12 +351,16 @@ class TrainStrategy(InferenceStrategy):
 
     def global_counts(self, batch: DataProto) -> dict[str, Any]:
         """The denominators of this optimizer step, over all ranks, for every mask in `meta_info["loss_mask_keys"]`."""
-        keys = batch.meta_info.get("loss_mask_keys") or [key for key in ("response_mask",) if key in batch]
+        keys = batch.meta_info.get("loss_mask_keys") or [
+            key for key in ("response_mask",) if key in batch
+        ]
         is_placeholder = batch.meta_info.get(PLACEHOLDER, False)
         local = [0.0 if is_placeholder else float(len(batch))]
         for key in keys:
             mask = loss_mask(batch, key)
-            local += [0.0, 0.0] if is_placeholder else [float(mask.sum()), float(mask.any(dim=1).sum())]
+            local += (
+                [0.0, 0.0] if is_placeholder else [float(mask.sum()), float(mask.any(dim=1).sum())]
+            )
         total_rows, *rest = self.ranks.sum(local)
         tokens = {key: max(rest[2 * i], 1.0) for i, key in enumerate(keys)}
         samples = {key: max(rest[2 * i + 1], 1.0) for i, key in enumerate(keys)}

@@ -68,7 +68,9 @@ class VllmStrategy(InferenceStrategy):
             engine_config = vllm.EngineArgs(**options).create_engine_config()
             executor_class = vllm.Executor.get_class(engine_config)
             self._engine = VLLMEngine(
-                vllm.LLMEngine(engine_config, executor_class, log_stats=False, multiprocess_mode=False),
+                vllm.LLMEngine(
+                    engine_config, executor_class, log_stats=False, multiprocess_mode=False
+                ),
                 vocab_size=self.config.get_text_config(decoder=True).vocab_size,
                 eos_token_ids=end_tokens(self.tokenizer, _generation_config(options["model"])),
                 decode=text_of(self.tokenizer),
@@ -101,12 +103,18 @@ class VllmStrategy(InferenceStrategy):
         return self._engine
 
     def forward_step(self, batch: DataProto, forward_func: ForwardFunction) -> NoReturn:
-        raise RuntimeError("vllm generates and does not score; give this role the strategy hf_infer or fsdp2_infer")
+        raise RuntimeError(
+            "vllm generates and does not score; give this role the strategy hf_infer or fsdp2_infer"
+        )
 
-    def load_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def load_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         """vLLM keeps its memory; there is nothing to bring back."""
 
-    def offload_states(self, include: Collection[str] | None = None, non_blocking: bool = False) -> None:
+    def offload_states(
+        self, include: Collection[str] | None = None, non_blocking: bool = False
+    ) -> None:
         """vLLM keeps its memory: `gpu_memory_utilization` leaves room for the roles that share the device."""
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -149,14 +157,18 @@ class VllmStrategy(InferenceStrategy):
         """Of what vLLM holds; of what was delivered, where a probe of the layer shows that it is what vLLM uses."""
         assert self._engine is not None
         delivered = {name: weight for name, weight in self._delivered.items() if name in names}
-        return self._engine.on_model(lambda worker: held_checksums(worker.model_runner.get_model(), delivered))
+        return self._engine.on_model(
+            lambda worker: held_checksums(worker.model_runner.get_model(), delivered)
+        )
 
     # -- engine arguments --------------------------------------------------------------------------------------------
 
     def _engine_options(self, source: str) -> dict[str, Any]:
         """vLLM's engine arguments: ours, under those of `strategy_config`, which are checked first."""
         args = self.worker_config.model_args
-        given = {key: value for key, value in self.strategy_config.items() if key not in VLLM_IGNORED}
+        given = {
+            key: value for key, value in self.strategy_config.items() if key not in VLLM_IGNORED
+        }
         _check_keys(given)
         on_cpu = self.worker.device_index is None
         if on_cpu:
@@ -176,7 +188,9 @@ class VllmStrategy(InferenceStrategy):
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "load_format": "dummy" if args.random_init else "auto",
-            "max_model_len": min(most, getattr(self.worker.pipeline_config, "sequence_length", most)),
+            "max_model_len": min(
+                most, getattr(self.worker.pipeline_config, "sequence_length", most)
+            ),
         }
         if on_cpu:
             ours |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
@@ -186,7 +200,9 @@ class VllmStrategy(InferenceStrategy):
 class VLLMEngine(SampleEngine):
     """Answers requests with vLLM. A sample is a request of its own there; the prefix cache shares a group's prompt."""
 
-    def __init__(self, llm: Any, *, vocab_size: int, eos_token_ids: Collection[int], decode: Decode | None) -> None:
+    def __init__(
+        self, llm: Any, *, vocab_size: int, eos_token_ids: Collection[int], decode: Decode | None
+    ) -> None:
         super().__init__(eos_token_ids=eos_token_ids, decode=decode)
         self.llm = llm  # vLLM's LLMEngine
         self._vocab_size = vocab_size
@@ -242,10 +258,15 @@ class VLLMEngine(SampleEngine):
                 continue
             (completion,) = output.outputs
             ids = list(completion.token_ids)
-            values = [entry[token].logprob for token, entry in zip(ids, completion.logprobs or (), strict=True)]
+            values = [
+                entry[token].logprob
+                for token, entry in zip(ids, completion.logprobs or (), strict=True)
+            ]
             sample.take(ids, values)
             if output.finished and sample.finish_reason is None:
-                sample.fail(f"vLLM ended early: {completion.finish_reason} after {len(sample.token_ids)} tokens")
+                sample.fail(
+                    f"vLLM ended early: {completion.finish_reason} after {len(sample.token_ids)} tokens"
+                )
             if sample.finish_reason is not None:
                 ended[output.request_id] = output.finished
         return ended
@@ -262,20 +283,36 @@ def held_checksums(model: nn.Module, delivered: Mapping[str, Tensor]) -> dict[st
     for name, weight in delivered.items():
         module, first_row = _find(model, name)
         parameter = getattr(module, name.rpartition(".")[2])
-        held = parameter[first_row : first_row + len(weight)] if parameter.dim() == weight.dim() else weight
+        held = (
+            parameter[first_row : first_row + len(weight)]
+            if parameter.dim() == weight.dim()
+            else weight
+        )
         sums[name] = checksum(held if held.shape == weight.shape else weight)
         if not name.endswith(".weight") or weight.dim() != 2:
             continue
         users = [module] if head is None or head.weight is not parameter else [module, head]
-        if not all(_multiplies_with(user, weight, first_row) for user in users if hasattr(user, "cpu_linear")):
+        if not all(
+            _multiplies_with(user, weight, first_row)
+            for user in users
+            if hasattr(user, "cpu_linear")
+        ):
             sums[name] = -1
     return sums
 
 
 def _tied_head(model: Any) -> Any:
     """The output head, if it is a layer of its own that uses the weight of the embedding; else None."""
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    if head is None or embedding is None or head is embedding or head.weight is not embedding.weight:
+    head, embedding = (
+        getattr(model, "lm_head", None),
+        getattr(getattr(model, "model", None), "embed_tokens", None),
+    )
+    if (
+        head is None
+        or embedding is None
+        or head is embedding
+        or head.weight is not embedding.weight
+    ):
         return None
     return head
 
@@ -339,11 +376,17 @@ def _sampling_params(sample: Sample) -> Any:
 
 
 def _check_keys(given: Mapping[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(_import_vllm().EngineArgs) if not field.name.startswith("_")}
+    known = {
+        field.name
+        for field in dataclasses.fields(_import_vllm().EngineArgs)
+        if not field.name.startswith("_")
+    }
     for key in given:
         if key not in known:
             guess = did_you_mean(key, known)
-            raise ConfigError(f"strategy_config.{key}: vLLM has no such engine argument; {guess or 'remove it'}")
+            raise ConfigError(
+                f"strategy_config.{key}: vLLM has no such engine argument; {guess or 'remove it'}"
+            )
 
 
 def _check_head_size(config: PreTrainedConfig) -> None:
@@ -369,7 +412,9 @@ def _generation_config(source: str) -> Any:
 def _process_left_alone() -> Iterator[None]:
     """Undo what starting vLLM does to the process: seeds, thread settings, variables that children would inherit."""
     states, environment, set_num_threads = random_states(), dict(os.environ), torch.set_num_threads
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM reads the variable and has no argument for it
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # vLLM reads the variable and has no argument for it
+    )
     try:
         yield
     finally:
@@ -378,7 +423,9 @@ def _process_left_alone() -> Iterator[None]:
         for name in [name for name in os.environ if not name.startswith("VLLM_")]:
             if name not in environment:
                 del os.environ[name]
-        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
+        os.environ.update(
+            {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
+        )
 
 
 @cache

@@ -44,9 +44,13 @@ class SyncPlan:
         """Evenly spaced over the model, first and last included."""
         names = [spec.name for bucket in self.buckets for spec in bucket]
         count = min(CHECKSUM_SAMPLE, len(names))
-        return frozenset(names[round(i * (len(names) - 1) / max(count - 1, 1))] for i in range(count))
+        return frozenset(
+            names[round(i * (len(names) - 1) / max(count - 1, 1))] for i in range(count)
+        )
 
-    def buckets_of(self, weights: Iterator[tuple[str, Tensor]], sums: dict[str, int]) -> Iterator[dict[str, Tensor]]:
+    def buckets_of(
+        self, weights: Iterator[tuple[str, Tensor]], sums: dict[str, int]
+    ) -> Iterator[dict[str, Tensor]]:
         """`weights`, which come in the plan's order, in its buckets and dtypes; fills `sums` for the sampled names."""
         sampled = self.sampled_names
         for bucket in self.buckets:
@@ -103,9 +107,21 @@ def _remembered_weights(device: torch.device) -> Tensor:
 class WeightChannel:
     """A process group of the sender (rank 0) and all receivers, apart from the groups that the roles train in."""
 
-    def __init__(self, *, host: str, port: int, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
         store = dist.PrefixStore(
-            "weight-sync", dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=True)
+            "weight-sync",
+            dist.TCPStore(
+                host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=True
+            ),
         )
         self.rank = rank
         self.device = device

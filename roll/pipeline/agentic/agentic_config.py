@@ -79,7 +79,10 @@ class RewardNormalizationConfig(ConfigModel):
         scope = "batch" if self.grouping == "batch" else "group"
         if "norm_mean_type" not in self.model_fields_set and self.method != "identity":
             self.settle(norm_mean_type=scope)
-        if "norm_std_type" not in self.model_fields_set and self.method in ("mean_std", "asym_clip"):
+        if "norm_std_type" not in self.model_fields_set and self.method in (
+            "mean_std",
+            "asym_clip",
+        ):
             self.settle(norm_std_type=scope)
         return self
 
@@ -100,11 +103,16 @@ class LLMProxyConfig(ConfigModel):
         if known is not None and unknown:
             has = f"the {self.proxy_type} proxy has " + (", ".join(known) or "no options")
             how = {key: did_you_mean(key, known) or has for key in unknown}
-            raise ConfigProblems([Problem(f"proxy_config.{key}", f"unknown key; {how[key]}") for key in unknown])
+            raise ConfigProblems(
+                [Problem(f"proxy_config.{key}", f"unknown key; {how[key]}") for key in unknown]
+            )
         return self
 
 
-_JUDGE = NotBuilt("a role that judges for environments; they judge by themselves, or ask a service of their own", None)
+_JUDGE = NotBuilt(
+    "a role that judges for environments; they judge by themselves, or ask a service of their own",
+    None,
+)
 _ENV_TIMEOUT = NoEffect("environments that hang are ended after env_timeout and counted")
 
 
@@ -162,7 +170,9 @@ class EnvTemplate(ConfigModel):
     use_thread_lock: Annotated[bool, NoEffect("environments do not share a thread")] = False
     """Let one environment step at a time."""
 
-    max_env_step_concurrent: Annotated[Whole, NoEffect("max_env_num_per_worker says how many share a process")] = 0
+    max_env_step_concurrent: Annotated[
+        Whole, NoEffect("max_env_num_per_worker says how many share a process")
+    ] = 0
     """Environments of a worker that step at the same time."""
 
     @field_validator("env_config", mode="before")
@@ -243,20 +253,24 @@ class EnvManagerConfig(WorkerConfig):
     def _settle_groups(self) -> Self:
         if self.num_groups_partition is None:
             share, rest = divmod(self.num_env_groups, max(len(self.tags), 1))
-            self.settle(num_groups_partition=[share + (index < rest) for index in range(len(self.tags))])
+            self.settle(
+                num_groups_partition=[share + (index < rest) for index in range(len(self.tags))]
+            )
         problems = []
         if len(self.num_groups_partition) != len(self.tags):
             expected = f"one number for each of the {len(self.tags)} tags"
             problems.append(wrong("num_groups_partition", self.num_groups_partition, expected))
         elif sum(self.num_groups_partition) != self.num_env_groups:
-            expected = (
-                f"numbers that add up to num_env_groups = {self.num_env_groups}, not {sum(self.num_groups_partition)}"
-            )
+            expected = f"numbers that add up to num_env_groups = {self.num_env_groups}, not {sum(self.num_groups_partition)}"
             problems.append(wrong("num_groups_partition", self.num_groups_partition, expected))
         if problems:
             raise ConfigProblems(problems)
-        per_worker = self.max_env_num_per_worker if self.max_env_num_per_worker > 0 else self.num_envs
-        self.settle(max_env_num_per_worker=per_worker, world_size=math.ceil(self.num_envs / per_worker))
+        per_worker = (
+            self.max_env_num_per_worker if self.max_env_num_per_worker > 0 else self.num_envs
+        )
+        self.settle(
+            max_env_num_per_worker=per_worker, world_size=math.ceil(self.num_envs / per_worker)
+        )
         return self
 
     @property
@@ -284,7 +298,9 @@ class AgenticConfig(PPOConfig):
     pipeline: Literal["agentic"] = "agentic"
     """Which pipeline this config is for."""
 
-    custom_envs: Annotated[dict[str, dict[str, Any]], Entries(EnvTemplate)] = Field(default_factory=dict)
+    custom_envs: Annotated[dict[str, dict[str, Any]], Entries(EnvTemplate)] = Field(
+        default_factory=dict
+    )
     """Environments by tag: `env_type`, `env_manager_cls`, `max_steps`, templates and the environment's own options."""
 
     train_env_manager: EnvManagerConfig = Field(default_factory=EnvManagerConfig)
@@ -300,7 +316,9 @@ class AgenticConfig(PPOConfig):
     reward: Annotated[RewardConfig | None, _JUDGE] = None  # pyrefly: ignore[bad-override]
     """A judge that environments may ask."""
 
-    reward_normalization: RewardNormalizationConfig = Field(default_factory=RewardNormalizationConfig)
+    reward_normalization: RewardNormalizationConfig = Field(
+        default_factory=RewardNormalizationConfig
+    )
     """How scores are made comparable."""
 
     env_monitor: Annotated[EnvMonitorConfig, _ENV_TIMEOUT] = Field(default_factory=EnvMonitorConfig)
@@ -333,7 +351,9 @@ class AgenticConfig(PPOConfig):
     exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"
     """Mode of a sandbox."""
 
-    partial_gpu_mode: Annotated[bool, NoEffect("roles keep the GPUs that device_mapping gives them")] = True
+    partial_gpu_mode: Annotated[
+        bool, NoEffect("roles keep the GPUs that device_mapping gives them")
+    ] = True
     """Let training take some of the GPUs of generation for the time it needs them."""
 
     global_template: str = "native"
@@ -342,7 +362,9 @@ class AgenticConfig(PPOConfig):
     parse_tool_call_parameter_to_dict: Annotated[bool, NoEffect("answers are texts")] = False
     """Parse the parameters of tool calls before the chat template sees them."""
 
-    skip_mock_system_prompt: Annotated[bool, NoEffect("later turns are cut out of a rendered conversation")] = False
+    skip_mock_system_prompt: Annotated[
+        bool, NoEffect("later turns are cut out of a rendered conversation")
+    ] = False
     """Do not let the chat template add its own system prompt."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
@@ -358,10 +380,15 @@ class AgenticConfig(PPOConfig):
             self._change_role("actor_infer", generating_args=given)
         super()._settle_roles()
         sampling = self.actor_infer.generating_args or GeneratingArguments()
-        for name, batch_size in (("train_env", self.rollout_batch_size), ("val_env", self.val_batch_size)):
+        for name, batch_size in (
+            ("train_env", self.rollout_batch_size),
+            ("val_env", self.val_batch_size),
+        ):
             role = self.all_roles()[name]
             path = role.model_args.model_name_or_path or self.pretrain
-            own = role.generating_args if name == "val_env" else None  # validation may be greedy, say
+            own = (
+                role.generating_args if name == "val_env" else None
+            )  # validation may be greedy, say
             self._change_role(
                 name,
                 generating_args=own or sampling,
@@ -378,7 +405,9 @@ class AgenticConfig(PPOConfig):
         return needed if is_async or manager.max_traj_per_env < 0 else manager.max_traj_per_env
 
     def _problems(self) -> list[Problem]:
-        problems = super()._problems() + self._batch_problems() + self._env_problems("train_env_manager")
+        problems = (
+            super()._problems() + self._batch_problems() + self._env_problems("train_env_manager")
+        )
         problems += self._template_problems()
         if self.async_pipeline and self.train_env_manager.llm_proxy.proxy_type != "policy":
             found = self.train_env_manager.llm_proxy.proxy_type
@@ -391,13 +420,19 @@ class AgenticConfig(PPOConfig):
     def _norm_cautions(self) -> list[str]:
         """`reward_normalization` says how; only estimators that ROLL does not have bring a rule of their own."""
         found, norm = [], self.reward_normalization
-        unread = [key for key in ("norm_mean_type", "norm_std_type") if getattr(self, key) is not None]
+        unread = [
+            key for key in ("norm_mean_type", "norm_std_type") if getattr(self, key) is not None
+        ]
         if unread:
-            found.append(f"without effect: {', '.join(unread)}; agentic pipelines read reward_normalization")
+            found.append(
+                f"without effect: {', '.join(unread)}; agentic pipelines read reward_normalization"
+            )
         norms = None if self.adv_estimator == "grpo" else ESTIMATOR_NORMS.get(self.adv_estimator)
         if norms is not None:
             types = {"norm_mean_type": norm.norm_mean_type, "norm_std_type": norm.norm_std_type}
-            found += self._overridden_norms({f"reward_normalization.{key}": types[key] for key in types}, norms)
+            found += self._overridden_norms(
+                {f"reward_normalization.{key}": types[key] for key in types}, norms
+            )
             if norm.grouping == "batch" and "grouping" in norm.model_fields_set:
                 what = f"adv_estimator: {self.adv_estimator} compares the rows of a group, by traj_group_id"
                 found.append(f"without effect: reward_normalization.grouping: batch; {what}")
@@ -412,7 +447,9 @@ class AgenticConfig(PPOConfig):
         divisor = math.lcm(group_size, *(plan.divisor for plan in plans))
         low, high = nearest_multiples(self.rollout_batch_size, divisor)
         expected = f"a multiple of {divisor}, because train_env_manager.group_size is {group_size}"
-        return [wrong("rollout_batch_size", self.rollout_batch_size, expected, f"use {low} or {high}")]
+        return [
+            wrong("rollout_batch_size", self.rollout_batch_size, expected, f"use {low} or {high}")
+        ]
 
     def _validation_problems(self) -> list[Problem]:
         num_envs = self.val_env_manager.num_env_groups * self.val_env_manager.group_size
@@ -431,11 +468,24 @@ class AgenticConfig(PPOConfig):
         problems = []
         if batch_size > manager.max_traj_per_env * num_envs:
             needed = math.ceil(batch_size / num_envs)
-            expected = f"at least {needed}, for {batch_key} = {batch_size} on {num_envs} environments"
-            problems.append(wrong(f"{key}.max_traj_per_env", manager.max_traj_per_env, expected, "-1 is always enough"))
-        for tag in [tag for tag in manager.tags if self.custom_envs and tag not in self.custom_envs]:
+            expected = (
+                f"at least {needed}, for {batch_key} = {batch_size} on {num_envs} environments"
+            )
+            problems.append(
+                wrong(
+                    f"{key}.max_traj_per_env",
+                    manager.max_traj_per_env,
+                    expected,
+                    "-1 is always enough",
+                )
+            )
+        for tag in [
+            tag for tag in manager.tags if self.custom_envs and tag not in self.custom_envs
+        ]:
             expected = "names of custom_envs: " + ", ".join(self.custom_envs)
-            problems.append(wrong(f"{key}.tags", tag, expected, did_you_mean(tag, self.custom_envs)))
+            problems.append(
+                wrong(f"{key}.tags", tag, expected, did_you_mean(tag, self.custom_envs))
+            )
         return problems
 
     def env_template(self, tag: str) -> EnvTemplate:
@@ -444,8 +494,15 @@ class AgenticConfig(PPOConfig):
 
     def tags_in_use(self) -> list[str]:
         """The entries of `custom_envs` that the run plays: others may be there, and are not judged."""
-        managers = [self.train_env_manager, *([self.val_env_manager] if self.eval_steps > 0 else [])]
-        return list(dict.fromkeys(tag for manager in managers for tag in manager.tags if tag in self.custom_envs))
+        managers = [
+            self.train_env_manager,
+            *([self.val_env_manager] if self.eval_steps > 0 else []),
+        ]
+        return list(
+            dict.fromkeys(
+                tag for manager in managers for tag in manager.tags if tag in self.custom_envs
+            )
+        )
 
     def _template_problems(self) -> list[Problem]:
         problems = []
@@ -458,9 +515,14 @@ class AgenticConfig(PPOConfig):
                 continue
             if tag not in in_use:
                 continue
-            found = {"tool_wrapper": template.tool_wrapper, "agent_runner_cls": template.agent_runner_cls}
+            found = {
+                "tool_wrapper": template.tool_wrapper,
+                "agent_runner_cls": template.agent_runner_cls,
+            }
             for name in [name for name, value in found.items() if value is not None]:
-                problems.append(Problem(f"custom_envs.{tag}.{name}", f"not built yet: {NOT_BUILT_YET[name]}"))
+                problems.append(
+                    Problem(f"custom_envs.{tag}.{name}", f"not built yet: {NOT_BUILT_YET[name]}")
+                )
             manager, env_type = template.env_manager_cls, str(template.env_type)
             if manager in UNSUPPORTED_CLASSES:
                 why = f"not supported: {UNSUPPORTED_CLASSES[manager]}"
@@ -476,23 +538,40 @@ class AgenticConfig(PPOConfig):
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:
-        return {**super().all_roles(), "train_env": self.train_env_manager, "val_env": self.val_env_manager}
+        return {
+            **super().all_roles(),
+            "train_env": self.train_env_manager,
+            "val_env": self.val_env_manager,
+        }
 
     def key_of(self, role_name: str) -> str:
-        return {"train_env": "train_env_manager", "val_env": "val_env_manager"}.get(role_name, role_name)
+        return {"train_env": "train_env_manager", "val_env": "val_env_manager"}.get(
+            role_name, role_name
+        )
 
     def active_roles(self) -> dict[str, WorkerConfig]:
         is_validated = self.eval_steps > 0
-        return {name: role for name, role in super().active_roles().items() if name != "val_env" or is_validated}
+        return {
+            name: role
+            for name, role in super().active_roles().items()
+            if name != "val_env" or is_validated
+        }
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
         if self.is_replay:
             return problems
         if not self.custom_envs:
-            problems.append(Problem("custom_envs", "missing; define the environments that the tags name"))
+            problems.append(
+                Problem("custom_envs", "missing; define the environments that the tags name")
+            )
         for tag in [tag for tag in self.custom_envs if self.env_template(tag).env_type is None]:
-            problems.append(Problem(f"custom_envs.{tag}.env_type", "missing; the id or dotted path of an environment"))
+            problems.append(
+                Problem(
+                    f"custom_envs.{tag}.env_type",
+                    "missing; the id or dotted path of an environment",
+                )
+            )
         return problems
 
     @property
@@ -500,7 +579,10 @@ class AgenticConfig(PPOConfig):
         """True for the estimators that need it, and for environment managers whose prompts stand alone."""
         if self.adv_estimator in ("gigpo", "step_reinforce"):
             return True
-        managers = [self.custom_envs.get(tag, {}).get("env_manager_cls") for tag in self.train_env_manager.tags]
+        managers = [
+            self.custom_envs.get(tag, {}).get("env_manager_cls")
+            for tag in self.train_env_manager.tags
+        ]
         try:
             return any(prompts_are_whole(manager) for manager in managers if manager is not None)
         except ConfigError:
@@ -508,6 +590,8 @@ class AgenticConfig(PPOConfig):
 
     @property
     def max_turns(self) -> int | None:
-        limits = [self.custom_envs.get(tag, {}).get("max_steps") for tag in self.train_env_manager.tags]
+        limits = [
+            self.custom_envs.get(tag, {}).get("max_steps") for tag in self.train_env_manager.tags
+        ]
         known = [limit for limit in limits if isinstance(limit, int)]
         return max(known) if known and len(known) == len(limits) else None

@@ -84,7 +84,9 @@ class AgenticPipeline(PolicyPipeline):
             manager,
             mode,
             env_cluster=cluster,
-            proxy=create_llm_proxy(manager.llm_proxy, actor_infer=self.actor_infer, tokenizer=self.tokenizer),
+            proxy=create_llm_proxy(
+                manager.llm_proxy, actor_infer=self.actor_infer, tokenizer=self.tokenizer
+            ),
             tokenizer=self.tokenizer,
             drop=make_filter(config, manager, mode, self.pad_token_id),
         )
@@ -113,7 +115,9 @@ class AgenticPipeline(PolicyPipeline):
                         self.train(step, batch)
                     metrics.add_metrics(compute_train_data_metrics(batch))
                 with metrics.timer("time/step_log"):
-                    self.log_samples(step, batch, dropped=self._dropped(rollout) if self.sample_logs else ())
+                    self.log_samples(
+                        step, batch, dropped=self._dropped(rollout) if self.sample_logs else ()
+                    )
             self.add_speed(step, batch)
             self.end_step(step, metrics.pop())
         self.finish(self._result())
@@ -135,7 +139,9 @@ class AgenticPipeline(PolicyPipeline):
             self._watch_failures(rollout)
             if not rollout.trajectories:
                 return None, rollout
-            rows = [row for item in rollout.trajectories for row in rows_of(item, config.rows_are_turns)]
+            rows = [
+                row for item in rollout.trajectories for row in rows_of(item, config.rows_are_turns)
+            ]
             batch = collate(rows, self.pad_token_id)
             self.dump_rollout(step, batch)
         self.metrics.add_metrics(compute_rollout_traj_metrics(batch))
@@ -185,7 +191,9 @@ class AgenticPipeline(PolicyPipeline):
             return
         assert batch.batch is not None
         unread = ("prompt_mask", "scores", "origin_response_mask", "final_response_mask", "entropy")
-        rows = batch.select([key for key in batch.batch.keys() if key not in unread], ["sample_uuid"])
+        rows = batch.select(
+            [key for key in batch.batch.keys() if key not in unread], ["sample_uuid"]
+        )
         if self.critic is not None:
             self.train_on(self.critic, rows)
         if step >= self.pipeline_config.critic_warmup:
@@ -197,10 +205,18 @@ class AgenticPipeline(PolicyPipeline):
         self.use(self.actor_infer)
         with self.metrics.timer("time/step_val"):
             rollout = self.val_rollouts.rollout(step, self.pipeline_config.val_batch_size)
-        metrics = {f"val/{name}": value for name, value in rollout.metrics.items() if not name.startswith("time/")}
+        metrics = {
+            f"val/{name}": value
+            for name, value in rollout.metrics.items()
+            if not name.startswith("time/")
+        }
         if rollout.trajectories:
             metrics |= validation_metrics(rollout.trajectories)
-            rows = [row for item in rollout.trajectories for row in rows_of(item, item.prompts_are_whole)]
+            rows = [
+                row
+                for item in rollout.trajectories
+                for row in rows_of(item, item.prompts_are_whole)
+            ]
             self.log_samples(step, collate(rows, self.pad_token_id), split="val")
         return metrics
 
@@ -211,7 +227,9 @@ class AgenticPipeline(PolicyPipeline):
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _add_mean(self, name: str, batch: DataProto, column: str) -> None:
-        self.metrics.add_metric(name, float(masked_mean(batch[column], batch["response_mask"][:, 1:])))
+        self.metrics.add_metric(
+            name, float(masked_mean(batch[column], batch["response_mask"][:, 1:]))
+        )
 
     def _watch_failures(self, rollout: Rollout) -> None:
         """Add the success of all tags together; stop if nothing at all comes back from the environments."""
@@ -220,15 +238,25 @@ class AgenticPipeline(PolicyPipeline):
             self.metrics.add_metric("env/success", sum(successes) / len(successes))
         self.num_empty_steps = 0 if rollout.trajectories else self.num_empty_steps + 1
         if self.num_empty_steps >= MAX_EMPTY_STEPS:
-            reasons = [f"{tag} {reason} x{count}" for (tag, reason), count in rollout.failures.items()]
-            dropped = {"dropped by the group filter": rollout.filtered, "dropped as too old": rollout.stale}
+            reasons = [
+                f"{tag} {reason} x{count}" for (tag, reason), count in rollout.failures.items()
+            ]
+            dropped = {
+                "dropped by the group filter": rollout.filtered,
+                "dropped as too old": rollout.stale,
+            }
             reasons += [f"{reason} x{len(items)}" for reason, items in dropped.items() if items]
-            self.stop(f"no episode of {self.num_empty_steps} steps in a row can be used ({', '.join(reasons)})")
+            self.stop(
+                f"no episode of {self.num_empty_steps} steps in a row can be used ({', '.join(reasons)})"
+            )
 
     def _check_rows(self, batch: DataProto) -> None:
         """A dump has rows of episodes or of turns, and they cannot stand for each other."""
         config = self.pipeline_config
-        found, expected = ("turns" if is_turns else "episodes" for is_turns in ("step" in batch, config.rows_are_turns))
+        found, expected = (
+            "turns" if is_turns else "episodes"
+            for is_turns in ("step" in batch, config.rows_are_turns)
+        )
         if found != expected:
             raise DataError(
                 f"rollout_mock.dump_dir: found a dump whose rows are {found}, expected {expected}, because of "
@@ -238,7 +266,9 @@ class AgenticPipeline(PolicyPipeline):
 
     def _dropped(self, rollout: Rollout) -> list[DroppedSample]:
         found = []
-        for item, reason in [(it, "group filter") for it in rollout.filtered] + [(it, STALE) for it in rollout.stale]:
+        for item, reason in [(it, "group filter") for it in rollout.filtered] + [
+            (it, STALE) for it in rollout.stale
+        ]:
             ids = [token for turn in item.turns for token in (*turn.prompt_ids, *turn.response_ids)]
             found.append(
                 DroppedSample(
@@ -257,7 +287,9 @@ class AgenticPipeline(PolicyPipeline):
         seconds = self.metrics.metrics["time/step_total"]
         tokens = 0 if batch is None else int(batch["attention_mask"].sum())
         samples = (step + 1) * self.pipeline_config.rollout_batch_size
-        self.metrics.add_metrics({"system/tps": tokens / max(seconds, 1e-9), "system/samples": samples})
+        self.metrics.add_metrics(
+            {"system/tps": tokens / max(seconds, 1e-9), "system/samples": samples}
+        )
 
     def _result(self) -> str:
         if self.val_rollouts is None or self.is_interrupted:

@@ -36,7 +36,11 @@ class AsyncRollouts:
     ) -> None:
         assert isinstance(scheduler.proxy, PolicyProxy) and scheduler.proxy.gate is not None
         self.scheduler, self.gate = scheduler, scheduler.proxy.gate
-        self.num_trajectories, self.max_ahead, self.max_staleness = num_trajectories, math.ceil(ratio), max_staleness
+        self.num_trajectories, self.max_ahead, self.max_staleness = (
+            num_trajectories,
+            math.ceil(ratio),
+            max_staleness,
+        )
         self.timeout = scheduler.env_cluster.rpc_timeout
         self._steps = range(first_step, last_step)
         self._ready: dict[int, Rollout] = {}
@@ -61,7 +65,9 @@ class AsyncRollouts:
         """The episodes of `step`; waits for them."""
         started = monotonic()
         with self._changed:
-            ready = self._changed.wait_for(lambda: step in self._ready or self._error is not None, self.timeout)
+            ready = self._changed.wait_for(
+                lambda: step in self._ready or self._error is not None, self.timeout
+            )
             if self._error is not None:
                 raise self._error
             if not ready:
@@ -87,10 +93,14 @@ class AsyncRollouts:
         try:
             for step in self._steps:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed or step <= self._current + self.max_ahead)  # noqa: B023
+                    self._changed.wait_for(
+                        lambda: self._is_closed or step <= self._current + self.max_ahead  # noqa: B023
+                    )
                     if self._is_closed:
                         return
-                rollout = self.scheduler.rollout(step, self.num_trajectories, max_staleness=self.max_staleness)
+                rollout = self.scheduler.rollout(
+                    step, self.num_trajectories, max_staleness=self.max_staleness
+                )
                 with self._changed:
                     self._ready[step] = rollout
                     self._changed.notify_all()

@@ -17,10 +17,15 @@ from roll.pipeline.agentic.agentic_config import AgenticConfig
 
 def optimizer_steps(config: AgenticConfig) -> dict[str, int]:
     """Optimizer steps that each trained role takes on a batch in one epoch."""
-    return {name: plan.optimizer_steps_per_batch // plan.epochs for name, plan in config.batch_plans().items()}
+    return {
+        name: plan.optimizer_steps_per_batch // plan.epochs
+        for name, plan in config.batch_plans().items()
+    }
 
 
-def adjust_batch(batch: DataProto, config: AgenticConfig, *, seed: int) -> tuple[DataProto, dict[str, float]]:
+def adjust_batch(
+    batch: DataProto, config: AgenticConfig, *, seed: int
+) -> tuple[DataProto, dict[str, float]]:
     """The rows to train on, as `batch_adjust_mode` says.
 
     copy, auto       all of them

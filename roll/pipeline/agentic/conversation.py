@@ -49,7 +49,11 @@ class Conversation:
         It is cut out of a short conversation whose answer is known, so it depends on nothing before that answer.
         """
         head = [] if system is None else [system]
-        known = [*head, {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+        known = [
+            *head,
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": _ANSWER},
+        ]
         return self.template([*known, message]).rpartition(_ANSWER)[2]
 
     def tokenize(self, texts: Sequence[str], previous: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -64,9 +68,15 @@ class Conversation:
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Decoded ids, without special tokens unless asked for."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # the same without the checks that transformers makes token by token
-            return backend.decode(ids if isinstance(ids, list) else list(ids), skip_special_tokens=not special)
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        if (
+            backend is not None
+        ):  # the same without the checks that transformers makes token by token
+            return backend.decode(
+                ids if isinstance(ids, list) else list(ids), skip_special_tokens=not special
+            )
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 

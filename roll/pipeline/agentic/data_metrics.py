@@ -58,7 +58,11 @@ def validation_summary(metrics: Mapping[str, float]) -> str:
     """One sentence for the end of a run: success per tag, or scores where environments know no success."""
     rates = {key.split("/")[2]: value for key, value in metrics.items() if _is_success(key)}
     if rates:
-        return "Success: " + ", ".join(f"{tag} {rate:.2f}" for tag, rate in sorted(rates.items())) + "."
+        return (
+            "Success: "
+            + ", ".join(f"{tag} {rate:.2f}" for tag, rate in sorted(rates.items()))
+            + "."
+        )
     return f"Mean score: {metrics['val/score/mean']:.3f}." if "val/score/mean" in metrics else ""
 
 

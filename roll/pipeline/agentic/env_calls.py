@@ -93,7 +93,9 @@ class EnvTable:
         spec = self.specs[call.env_id]
         if call.is_reset:
             if call.env_id not in self._envs:
-                self._envs[call.env_id] = load_entry_point(spec.entry_point)(*spec.leading, **spec.config)
+                self._envs[call.env_id] = load_entry_point(spec.entry_point)(
+                    *spec.leading, **spec.config
+                )
             env = self._envs[call.env_id]
             reply = _reset_reply(call.env_id, env.reset(seed=call.seed))
         elif call.env_id not in self._envs:
@@ -103,7 +105,9 @@ class EnvTable:
             reply = _step_reply(call.env_id, env.step(call.action))
         if spec.random_actions:
             if not hasattr(env, "sample_random_action"):
-                raise _BadAnswer(PROTOCOL, "the random proxy needs the environment's sample_random_action()")
+                raise _BadAnswer(
+                    PROTOCOL, "the random proxy needs the environment's sample_random_action()"
+                )
             reply.random_action = str(env.sample_random_action())
         return reply
 
@@ -127,7 +131,9 @@ class _BadAnswer(Exception):
 
 def _reset_reply(env_id: int, answer: Any) -> EnvReply:
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise _BadAnswer(PROTOCOL, f"reset() returned {answer!r:.200}, expected (observation, info)")
+        raise _BadAnswer(
+            PROTOCOL, f"reset() returned {answer!r:.200}, expected (observation, info)"
+        )
     observation, info = answer
     return EnvReply(env_id, _text(observation, "reset()"), info=_info(info))
 
@@ -140,7 +146,9 @@ def _step_reply(env_id: int, answer: Any) -> EnvReply:
     observation, reward, terminated, truncated, info = answer
     is_number = isinstance(reward, numbers.Real) or hasattr(reward, "item")
     if not is_number or not math.isfinite(float(reward)):
-        raise _BadAnswer(NAN_REWARD, f"step() returned the reward {reward!r:.100}, expected a finite number")
+        raise _BadAnswer(
+            NAN_REWARD, f"step() returned the reward {reward!r:.100}, expected a finite number"
+        )
     # The last observation is never shown to the policy, so it may be missing.
     text = "" if observation is None and (terminated or truncated) else _text(observation, "step()")
     return EnvReply(env_id, text, float(reward), bool(terminated), bool(truncated), _info(info))
@@ -150,7 +158,10 @@ def _text(observation: Any, where: str) -> str:
     if observation is None:
         raise _BadAnswer(NO_OBSERVATION, f"{where} returned the observation None")
     if not isinstance(observation, str):
-        raise _BadAnswer(PROTOCOL, f"{where} returned an observation of {type(observation).__name__}, expected text")
+        raise _BadAnswer(
+            PROTOCOL,
+            f"{where} returned an observation of {type(observation).__name__}, expected text",
+        )
     return observation
 
 

@@ -49,7 +49,9 @@ class EnvHost:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._waiting: deque[EnvCall] = deque()  # in the order in which the process answers
-        self._heard = 0.0  # when the process last gave a sign of life, or was last given work while idle
+        self._heard = (
+            0.0  # when the process last gave a sign of life, or was last given work while idle
+        )
         self._starting = False
 
     def __enter__(self) -> Self:
@@ -75,7 +77,9 @@ class EnvHost:
         deadline = time.monotonic() + wait_s
         while self._waiting:
             now = time.monotonic()
-            limit = _START_S if self._starting else self.timeout_s + max(self.timeout_s / 2, _GRACE_S)
+            limit = (
+                _START_S if self._starting else self.timeout_s + max(self.timeout_s / 2, _GRACE_S)
+            )
             if now - self._heard > limit:
                 replies += self._replace(f"no sign of life for {limit:.1f} s")
                 break
@@ -110,8 +114,12 @@ class EnvHost:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-        path = os.pathsep.join(dict.fromkeys([package, *(entry or os.getcwd() for entry in sys.path)]))
+        package = os.path.dirname(
+            os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        )
+        path = os.pathsep.join(
+            dict.fromkeys([package, *(entry or os.getcwd() for entry in sys.path)])
+        )
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(

@@ -23,7 +23,11 @@ class EnvironmentWorker(Worker):
         """Which environments this worker has. They are made when they are first reset."""
         self.close_envs()
         config: Any = self.worker_config
-        self._host = EnvHost(specs, timeout_s=config.env_timeout) if config.env_isolation else LocalEnvs(specs)
+        self._host = (
+            EnvHost(specs, timeout_s=config.env_timeout)
+            if config.env_isolation
+            else LocalEnvs(specs)
+        )
 
     def submit(self, calls: Sequence[EnvCall]) -> None:
         """Start resets and steps, at most one for an environment."""

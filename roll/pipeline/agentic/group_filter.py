@@ -21,7 +21,9 @@ class GroupFilter:
         mode: train or val.
     """
 
-    def __init__(self, config: AgenticConfig, env_manager_config: EnvManagerConfig, mode: str) -> None:
+    def __init__(
+        self, config: AgenticConfig, env_manager_config: EnvManagerConfig, mode: str
+    ) -> None:
         self.config, self.env_manager_config, self.mode = config, env_manager_config, mode
 
     def filter(self, group_id: int, episode_id: int, group: list[DataProto]) -> bool:
@@ -29,7 +31,9 @@ class GroupFilter:
         return False
 
 
-def make_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: str, pad_token_id: int) -> Filter | None:
+def make_filter(
+    config: AgenticConfig, manager: EnvManagerConfig, mode: str, pad_token_id: int
+) -> Filter | None:
     """The configured filter as a function of trajectories; None if it keeps everything."""
     filter_cls: Any = import_class(manager.group_filter_cls)
     if filter_cls is GroupFilter:
@@ -37,7 +41,9 @@ def make_filter(config: AgenticConfig, manager: EnvManagerConfig, mode: str, pad
     group_filter = filter_cls(config, manager, mode)
 
     def drop(group_id: int, episode_id: int, trajectories: Sequence[Trajectory]) -> bool:
-        rows = [collate(rows_of(item, config.rows_are_turns), pad_token_id) for item in trajectories]
+        rows = [
+            collate(rows_of(item, config.rows_are_turns), pad_token_id) for item in trajectories
+        ]
         return bool(group_filter.filter(group_id, episode_id, rows))
 
     return drop

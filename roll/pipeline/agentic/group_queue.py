@@ -25,7 +25,9 @@ class Episode:
     group_seed: int
     env_ids: tuple[int, ...]
     attempt: int = 0
-    done: dict[int, Trajectory | None] = field(default_factory=dict)  # None: the environment failed for good
+    done: dict[int, Trajectory | None] = field(
+        default_factory=dict
+    )  # None: the environment failed for good
     is_closed: bool = False
 
     @property
@@ -95,7 +97,9 @@ class GroupQueue:
             self.num_spare += 1
             return
         episode.done[env_id] = trajectory
-        if len(episode.trajectories) >= self.group_size or len(episode.done) == len(episode.env_ids):
+        if len(episode.trajectories) >= self.group_size or len(episode.done) == len(
+            episode.env_ids
+        ):
             self._close(episode)
 
     def trajectories(self) -> list[Trajectory]:
@@ -103,7 +107,9 @@ class GroupQueue:
         return [
             trajectory
             for _, episode in sorted(self.kept.items())
-            for trajectory in sorted(episode.trajectories[: self.group_size], key=lambda item: item.env_id)
+            for trajectory in sorted(
+                episode.trajectories[: self.group_size], key=lambda item: item.env_id
+            )
         ]
 
     def _close(self, episode: Episode) -> None:

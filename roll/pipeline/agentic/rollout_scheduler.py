@@ -103,7 +103,9 @@ class RolloutScheduler:
         self.managers: list[BaseEnvManager] = []
         for entry in self.entries:
             make: Any = import_class(entry.template.env_manager_cls)
-            manager = make(entry, self.conversation, sampling=sampling, sequence_length=config.sequence_length)
+            manager = make(
+                entry, self.conversation, sampling=sampling, sequence_length=config.sequence_length
+            )
             self.managers.append(manager)
         self._told: set[tuple[str, str]] = set()
         self._open_envs()
@@ -116,7 +118,9 @@ class RolloutScheduler:
             options = dict(entry.template.env_config)
             if "seed" in options:
                 options["seed"] = self.group_seed(entry.tag, entry.group_id)
-            spec = EnvSpec(entry.env_id, entry_point, leading, options, self.proxy.needs_random_actions)
+            spec = EnvSpec(
+                entry.env_id, entry_point, leading, options, self.proxy.needs_random_actions
+            )
             specs[entry.env_id // per_worker].append(spec)
         self.env_cluster.execute_all_sync("open_envs", specs)
 
@@ -151,11 +155,15 @@ class RolloutScheduler:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def rollout(self, global_step: int, num_trajectories: int, *, max_staleness: int | None = None) -> Rollout:
+    def rollout(
+        self, global_step: int, num_trajectories: int, *, max_staleness: int | None = None
+    ) -> Rollout:
         """Play until all groups of the batch are complete; those that are staler than `max_staleness` are replaced."""
 
         def too_old(group: Sequence[Trajectory]) -> bool:
-            return max_staleness is not None and is_stale([it.versions for it in group], global_step, max_staleness)
+            return max_staleness is not None and is_stale(
+                [it.versions for it in group], global_step, max_staleness
+            )
 
         queue = GroupQueue(
             self.episodes(global_step, num_trajectories),
@@ -167,14 +175,21 @@ class RolloutScheduler:
         started = time.monotonic()
         play.run()
         trajectories = queue.trajectories()
-        metrics = play.metrics(trajectories) | {f"time/{self.mode}/rollout": time.monotonic() - started}
+        metrics = play.metrics(trajectories) | {
+            f"time/{self.mode}/rollout": time.monotonic() - started
+        }
         return Rollout(trajectories, queue.filtered, queue.stale, metrics, play.failures)
 
     def tell(self, tag: str, reason: str, detail: str) -> None:
         """Warn of a failure, once for each tag and reason."""
         if (tag, reason) not in self._told:
             self._told.add((tag, reason))
-            logger.warning("environment %s failed (%s; counted, not repeated here): %s", tag, reason, detail.strip())
+            logger.warning(
+                "environment %s failed (%s; counted, not repeated here): %s",
+                tag,
+                reason,
+                detail.strip(),
+            )
 
 
 class _Play:
@@ -241,20 +256,26 @@ class _Play:
         started = time.monotonic()
         managers = [player.manager for player in players]
         texts = [manager.next_text() for manager in managers]
-        prompts = self.scheduler.conversation.tokenize(texts, [manager.last_answer for manager in managers])
+        prompts = self.scheduler.conversation.tokenize(
+            texts, [manager.last_answer for manager in managers]
+        )
         asked: list[Player] = []
         requests: list[TurnRequest] = []
         for player, prompt_ids in zip(players, prompts, strict=True):
             request = player.manager.request(prompt_ids)
             if request is not None:
                 asked.append(player)
-                messages = player.manager.transcript() if self.scheduler.proxy.needs_messages else []
+                messages = (
+                    player.manager.transcript() if self.scheduler.proxy.needs_messages else []
+                )
                 requests.append(TurnRequest(request, messages, player.random_action))
             elif player.manager.turns:
                 self._finished(player, "max_length")
             else:
                 detail = f"the first prompt has {len(prompt_ids)} tokens, sequence_length is "
-                self._failed(player, PROMPT_TOO_LONG, detail + str(self.scheduler.config.sequence_length))
+                self._failed(
+                    player, PROMPT_TOO_LONG, detail + str(self.scheduler.config.sequence_length)
+                )
         if not requests:
             return
         asked_at = time.monotonic()
@@ -347,5 +368,8 @@ class _Play:
             "scheduler/empty_groups": float(queue.num_empty),
             "scheduler/turns": float(self.num_turns),
             "rollout/template_drift": drift.different / max(drift.checked, 1),
-            **{f"time/{self.scheduler.mode}/{name}": seconds for name, seconds in self.seconds.items()},
+            **{
+                f"time/{self.scheduler.mode}/{name}": seconds
+                for name, seconds in self.seconds.items()
+            },
         }

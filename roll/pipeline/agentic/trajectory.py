@@ -50,7 +50,9 @@ class Turn:
 
     def __post_init__(self) -> None:
         if self.log_probs is not None and len(self.log_probs) != len(self.response_ids):
-            raise ValueError(f"{len(self.response_ids)} response tokens with {len(self.log_probs)} log-probabilities")
+            raise ValueError(
+                f"{len(self.response_ids)} response tokens with {len(self.log_probs)} log-probabilities"
+            )
 
 
 @dataclass
@@ -85,7 +87,9 @@ class Trajectory:
     @property
     def versions(self) -> set[int]:
         """Of the policies that gave the answers."""
-        found = {version for turn in self.turns for version in (turn.policy_version, turn.newest_version)}
+        found = {
+            version for turn in self.turns for version in (turn.policy_version, turn.newest_version)
+        }
         return {version for version in found if version is not None}
 
 
@@ -128,7 +132,11 @@ def step_rows(trajectory: Trajectory) -> list[Row]:
         history = [] if trajectory.prompts_are_whole else trajectory.turns[:step]
         row = _join([*history, turn], only_last=True)
         row.score = turn.reward
-        row.columns |= _labels(trajectory) | {"step_scores": turn.reward, "state_hash": turn.state, "step": step}
+        row.columns |= _labels(trajectory) | {
+            "step_scores": turn.reward,
+            "state_hash": turn.state,
+            "step": step,
+        }
         rows.append(row)
     return rows
 
@@ -144,14 +152,20 @@ def _join(turns: Sequence[Turn], *, only_last: bool = False) -> Row:
         start = len(ids)
         ids += turn.prompt_ids
         parts.append({"role": "observation", "start": start, "end": len(ids), "reward": None})
-        parts.append({"role": "response", "start": len(ids), "end": len(ids) + len(turn.response_ids)})
+        parts.append(
+            {"role": "response", "start": len(ids), "end": len(ids) + len(turn.response_ids)}
+        )
         parts[-1]["reward"] = turn.reward
         ids += turn.response_ids
         mask += [0] * len(turn.prompt_ids) + [int(is_trained)] * len(turn.response_ids)
         if turn.log_probs is None and is_trained:
             log_probs = None
         if log_probs is not None:
-            values = turn.log_probs if is_trained and turn.log_probs is not None else [0.0] * len(turn.response_ids)
+            values = (
+                turn.log_probs
+                if is_trained and turn.log_probs is not None
+                else [0.0] * len(turn.response_ids)
+            )
             log_probs += [0.0] * len(turn.prompt_ids)
             log_probs += values
     columns = {
@@ -193,7 +207,9 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> DataProto:
     given = torch.tensor([row.score for row in rows], dtype=torch.float32)
     scores[torch.arange(len(rows)), last] = torch.where(has_response, given, 0.0)
     tensors = {
-        "input_ids": torch.from_numpy(placed([row.ids for row in rows], 0, width, pad_token_id, np.int64)),
+        "input_ids": torch.from_numpy(
+            placed([row.ids for row in rows], 0, width, pad_token_id, np.int64)
+        ),
         "attention_mask": attended.long(),
         "position_ids": positions(attended),
         "response_mask": response_mask,
@@ -201,7 +217,9 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> DataProto:
         "scores": scores,
     }
     if all(row.log_probs is not None for row in rows):
-        log_probs = torch.from_numpy(placed([row.log_probs or [] for row in rows], 0, width, 0.0, np.float32))
+        log_probs = torch.from_numpy(
+            placed([row.log_probs or [] for row in rows], 0, width, 0.0, np.float32)
+        )
         tensors["infer_logprobs"] = log_probs[:, 1:]
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
     columns["sample_uuid"] = [f"{row.columns['traj_id']}_{i}" for i, row in enumerate(rows)]

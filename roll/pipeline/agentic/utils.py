@@ -16,7 +16,13 @@ from torch import Tensor
 from roll.algorithms.advantages import get_estimator
 from roll.algorithms.masking import check_finite, segment_masked_mean
 from roll.algorithms.returns import discounted_returns, turn_discounted_returns
-from roll.algorithms.rewards import check_clip, clip_symmetric, group_index, normalize_rewards, zero_std_group_frac
+from roll.algorithms.rewards import (
+    check_clip,
+    clip_symmetric,
+    group_index,
+    normalize_rewards,
+    zero_std_group_frac,
+)
 from roll.utils.columns import column, with_columns
 from roll.utils.functionals import Metrics, compute_advantage
 
@@ -39,7 +45,9 @@ STEP_ESTIMATORS = ("gigpo", "step_reinforce")
 
 
 @torch.no_grad()
-def compute_discounted_returns(batch: DataProto, adv_estimator: str, gamma: float = 1.0) -> DataProto:
+def compute_discounted_returns(
+    batch: DataProto, adv_estimator: str, gamma: float = 1.0
+) -> DataProto:
     """For `gigpo` and `step_reinforce`, write `step_rewards` (B,): G_k = step_score_k + gamma G_{k+1} in a trajectory.
 
     Rows may come in any order; `step` orders the rows with the same `traj_id`. Other estimators: the batch as it is.
@@ -55,7 +63,9 @@ def compute_discounted_returns(batch: DataProto, adv_estimator: str, gamma: floa
     same = (trajectory_sorted[1:] == trajectory_sorted[:-1]) & (step_sorted[1:] == step_sorted[:-1])
     if same.any():
         row = int(order[int(same.nonzero()[0])])
-        raise ValueError(f"trajectory {column(batch, 'traj_id')[row]!r} has step {int(step_B[row])} twice")
+        raise ValueError(
+            f"trajectory {column(batch, 'traj_id')[row]!r} has step {int(step_B[row])} twice"
+        )
     lengths = torch.bincount(trajectory_sorted)
     position = torch.arange(len(order)) - (lengths.cumsum(0) - lengths)[trajectory_sorted]
     table = torch.zeros(len(lengths), int(lengths.max()))
@@ -67,12 +77,16 @@ def compute_discounted_returns(batch: DataProto, adv_estimator: str, gamma: floa
 
 
 @torch.no_grad()
-def agentic_reward_norm(batch: DataProto, reward_normalization: RewardNormalizationConfig) -> Tensor:
+def agentic_reward_norm(
+    batch: DataProto, reward_normalization: RewardNormalizationConfig
+) -> Tensor:
     """Normalise `scores` (B,) as `normalize_rewards` does. The rows with the same value in the column `grouping` form a
     group; grouping `batch` makes one group of all."""
     scores_B = column(batch, "scores")
     check_finite(scores_B, name="scores")
-    return _normalize(scores_B, _group_of(batch, reward_normalization.grouping), reward_normalization)
+    return _normalize(
+        scores_B, _group_of(batch, reward_normalization.grouping), reward_normalization
+    )
 
 
 @torch.no_grad()
@@ -89,11 +103,15 @@ def build_state_group(batch: DataProto) -> DataProto:
         "system/state_batch_size/mean": sizes.mean().item(),
         "system/state_batch_size/min": sizes.min().item(),
     }
-    return with_columns(batch, metrics, state_group_id=np.array([repr(pair) for pair in pairs], dtype=object))
+    return with_columns(
+        batch, metrics, state_group_id=np.array([repr(pair) for pair in pairs], dtype=object)
+    )
 
 
 @torch.no_grad()
-def compute_response_level_rewards(batch: DataProto, pipeline_config: AgenticConfig) -> tuple[DataProto, Metrics]:
+def compute_response_level_rewards(
+    batch: DataProto, pipeline_config: AgenticConfig
+) -> tuple[DataProto, Metrics]:
     """Write `response_level_rewards` (B,), normalised and clipped.
 
     gigpo            episode_reward_weight * norm(`episode_scores`) + step_reward_weight * norm(`step_rewards`), the
@@ -115,17 +133,28 @@ def compute_response_level_rewards(batch: DataProto, pipeline_config: AgenticCon
         episode_scores_B = scores_B = _float_column(batch, "episode_scores")
         groups = _group_of(batch, norm.grouping)
         episode_B = _normalize(episode_scores_B, groups, norm)
-        step_B = _normalize(_float_column(batch, "step_rewards"), _group_of(batch, "state_group_id"), norm, "group")
-        rewards_B = pipeline_config.episode_reward_weight * episode_B + pipeline_config.step_reward_weight * step_B
+        step_B = _normalize(
+            _float_column(batch, "step_rewards"), _group_of(batch, "state_group_id"), norm, "group"
+        )
+        rewards_B = (
+            pipeline_config.episode_reward_weight * episode_B
+            + pipeline_config.step_reward_weight * step_B
+        )
         columns = {"episode_rewards_norm": episode_B, "step_rewards_norm": step_B}
     else:
-        scores_B = _float_column(batch, "step_rewards") if estimator == "step_reinforce" else _score_sums(batch)
+        scores_B = (
+            _float_column(batch, "step_rewards")
+            if estimator == "step_reinforce"
+            else _score_sums(batch)
+        )
         preset = None if estimator == "grpo" else get_estimator(estimator).reward_norm
         if preset is None:
             groups = _group_of(batch, norm.grouping)
             rewards_B = _normalize(scores_B, groups, norm)
         else:
-            groups = _group_of(batch, norm.grouping if norm.grouping != "batch" else "traj_group_id")
+            groups = _group_of(
+                batch, norm.grouping if norm.grouping != "batch" else "traj_group_id"
+            )
             rewards_B = normalize_rewards(scores_B, mean=preset.mean, std=preset.std, groups=groups)
     rewards_B, clip_frac = clip_symmetric(rewards_B, pipeline_config.reward_clip or None)
     metrics = {
@@ -136,7 +165,9 @@ def compute_response_level_rewards(batch: DataProto, pipeline_config: AgenticCon
 
 
 @torch.no_grad()
-def get_agentic_response_level_mask(data: DataProto, pipeline_config: Any) -> tuple[DataProto, Metrics]:
+def get_agentic_response_level_mask(
+    data: DataProto, pipeline_config: Any
+) -> tuple[DataProto, Metrics]:
     """Write `origin_response_mask` (B, S) and `final_response_mask` (B, T). Every trajectory is kept: unlike a single
     response, one that reached a limit still has complete turns to learn from. `pipeline_config` is not read."""
     response_mask = column(data, "response_mask")
@@ -148,7 +179,9 @@ def get_agentic_response_level_mask(data: DataProto, pipeline_config: Any) -> tu
         "actor/samples_total": num_rows,
     }
     final_BT = response_mask[:, 1:].float()
-    return with_columns(data, origin_response_mask=response_mask.clone(), final_response_mask=final_BT), metrics
+    return with_columns(
+        data, origin_response_mask=response_mask.clone(), final_response_mask=final_BT
+    ), metrics
 
 
 # One function knows all estimators; `agentic_reinforce` discounts once per turn.
@@ -169,7 +202,9 @@ def compute_segment_masked_mean(tensor: Tensor, mask: Tensor) -> Tensor:
     return segment_masked_mean(tensor, mask)
 
 
-def _normalize(scores_B: Tensor, groups: Tensor, norm: RewardNormalizationConfig, scope: str | None = None) -> Tensor:
+def _normalize(
+    scores_B: Tensor, groups: Tensor, norm: RewardNormalizationConfig, scope: str | None = None
+) -> Tensor:
     """Normalise as configured; `scope` replaces the scope of the statistics that are on."""
     mean, std = norm.norm_mean_type, norm.norm_std_type
     if scope is not None:
@@ -191,7 +226,9 @@ def _labels(batch: DataProto, key: str) -> Sequence[str]:
 def _float_column(batch: DataProto, key: str) -> Tensor:
     """A column of one number per row, tensor or objects, as floats; NaN is an error."""
     values = column(batch, key)
-    tensor_B = values if isinstance(values, Tensor) else torch.tensor([float(value) for value in values])
+    tensor_B = (
+        values if isinstance(values, Tensor) else torch.tensor([float(value) for value in values])
+    )
     check_finite(tensor_B, name=key)
     return tensor_B if tensor_B.is_floating_point() else tensor_B.float()
 

@@ -23,10 +23,14 @@ from roll.pipeline.loss_io import Metrics, optional_column, report
 from roll.utils.columns import column
 from roll.utils.metrics.reduction import append_to_dict
 
-REFERENCE_SUMS = "reference_sums"  # a column: log-probability of each row's completion under the reference
+REFERENCE_SUMS = (
+    "reference_sums"  # a column: log-probability of each row's completion under the reference
+)
 
 
-def get_logps(per_token_logps: Tensor, attention_mask: Tensor, prompt_id_lens: Tensor) -> tuple[Tensor, Tensor]:
+def get_logps(
+    per_token_logps: Tensor, attention_mask: Tensor, prompt_id_lens: Tensor
+) -> tuple[Tensor, Tensor]:
     """(chosen, rejected), each (P,): summed log-probabilities of the completions.
 
     Args:
@@ -73,17 +77,30 @@ class PreferenceSettings:
     @classmethod
     def of(cls, pipeline_config: Any, meta_info: dict[str, Any]) -> "PreferenceSettings":
         def option(name: str, *default: Any) -> Any:
-            return meta_info[name] if name in meta_info else getattr(pipeline_config, name, *default)
+            return (
+                meta_info[name] if name in meta_info else getattr(pipeline_config, name, *default)
+            )
 
         # ROLL's configurations have the first three only; the defaults of the others are ROLL's behaviour.
         beta, label_smoothing, ipo = option("beta"), option("label_smoothing"), option("ipo")
         loss_type = option("loss_type", "sigmoid")
         if ipo and loss_type not in ("sigmoid", "ipo_sum"):
-            raise ValueError(f"ipo=True and loss_type={loss_type!r} ask for two different losses; set one of them")
+            raise ValueError(
+                f"ipo=True and loss_type={loss_type!r} ask for two different losses; set one of them"
+            )
         loss_type = "ipo_sum" if ipo else loss_type
         if label_smoothing and loss_type not in SMOOTHED_LOSSES:
-            warnings.warn(f"label_smoothing={label_smoothing} has no effect on loss type {loss_type!r}", stacklevel=2)
-        return cls(beta, label_smoothing, loss_type, option("reference_free", False), option("discopop_tau", 0.05))
+            warnings.warn(
+                f"label_smoothing={label_smoothing} has no effect on loss type {loss_type!r}",
+                stacklevel=2,
+            )
+        return cls(
+            beta,
+            label_smoothing,
+            loss_type,
+            option("reference_free", False),
+            option("discopop_tau", 0.05),
+        )
 
 
 class ActorWorker(BaseActorWorker):
@@ -103,7 +120,9 @@ class ActorWorker(BaseActorWorker):
         data.meta_info = {**defaults, **data.meta_info}
         return super().compute_log_probs(data)
 
-    def forward_func_log_probs(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_func_log_probs(
+        self, data: DataProto, output_tensor: ModelOutput
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_RS = data["attention_mask"]
         if data.meta_info.get("completion_only", False):
             mask_RT = completion_mask(mask_RS, data["prompt_id_lens"])
@@ -167,7 +186,9 @@ class ActorWorker(BaseActorWorker):
             "chosen_logps": chosen_P,
             "reject_logps": rejected_P,
         }
-        metrics = {f"actor/{name}@sum": values_P.sum() / num_pairs for name, values_P in per_pair.items()}
+        metrics = {
+            f"actor/{name}@sum": values_P.sum() / num_pairs for name, values_P in per_pair.items()
+        }
         return result.loss, report({"actor/loss@sum": result.loss, **metrics}, lens_R)
 
 

@@ -100,7 +100,10 @@ class DPOConfig(BaseConfig):
     early_stop_patience: AtLeastOne | None = None
     """Stop after so many validations in a row without a lower loss, keeping the best model; null never stops early."""
 
-    default_worker_cls: ClassVar[dict[str, str]] = {"actor_train": ACTOR_WORKER, "reference": ACTOR_WORKER}
+    default_worker_cls: ClassVar[dict[str, str]] = {
+        "actor_train": ACTOR_WORKER,
+        "reference": ACTOR_WORKER,
+    }
 
     def default_model(self, role_name: str) -> str | None:
         return self.pretrain
@@ -108,31 +111,57 @@ class DPOConfig(BaseConfig):
     def _problems(self) -> list[Problem]:
         problems = super()._problems()
         if self.ipo and self.loss_type not in ("sigmoid", "ipo_sum"):
-            problems.append(wrong("loss_type", self.loss_type, "ipo_sum, because ipo is on", "keep one of the two"))
+            problems.append(
+                wrong(
+                    "loss_type", self.loss_type, "ipo_sum, because ipo is on", "keep one of the two"
+                )
+            )
         loss = "ipo_sum" if self.ipo else self.loss_type
         if self.label_smoothing and loss not in SMOOTHED_LOSSES:
             expected = f"0, because the {loss} loss does not use it"
             problems.append(
-                wrong("label_smoothing", self.label_smoothing, expected, "or use one of " + ", ".join(SMOOTHED_LOSSES))
+                wrong(
+                    "label_smoothing",
+                    self.label_smoothing,
+                    expected,
+                    "or use one of " + ", ".join(SMOOTHED_LOSSES),
+                )
             )
         if loss == "exo_pair" and not self.label_smoothing:
             problems.append(
-                wrong("label_smoothing", self.label_smoothing, "more than 0 for the exo_pair loss", "0.001 is usual")
+                wrong(
+                    "label_smoothing",
+                    self.label_smoothing,
+                    "more than 0 for the exo_pair loss",
+                    "0.001 is usual",
+                )
             )
         if self.reference_free and self.reference_log_probs == "precompute":
             expected = "live, because reference_free is on and there is nothing to compute"
             problems.append(wrong("reference_log_probs", self.reference_log_probs, expected))
-        if self.early_stop_patience is not None and (self.eval_steps < 1 or not self.has_validation):
+        if self.early_stop_patience is not None and (
+            self.eval_steps < 1 or not self.has_validation
+        ):
             expected = "null, because nothing is validated"
             fix = "set eval_steps and validation.data_args.file_name"
             problems.append(wrong("early_stop_patience", self.early_stop_patience, expected, fix))
         for name in ("actor_train", "reference"):
             if self.all_roles()[name].use_sequence_packing:
-                problems.append(wrong(f"{name}.use_sequence_packing", True, "false; the rows of a pair stay separate"))
+                problems.append(
+                    wrong(
+                        f"{name}.use_sequence_packing",
+                        True,
+                        "false; the rows of a pair stay separate",
+                    )
+                )
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:
-        return {"actor_train": self.actor_train, "reference": self.reference, "validation": self.validation}
+        return {
+            "actor_train": self.actor_train,
+            "reference": self.reference,
+            "validation": self.validation,
+        }
 
     def active_roles(self) -> dict[str, WorkerConfig]:
         """Without a reference that is not used, or is the policy without its adapter."""
@@ -159,7 +188,11 @@ class DPOConfig(BaseConfig):
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
         if self.actor_train.data_args is None or not self.actor_train.data_args.files:
-            problems.append(Problem("actor_train.data_args.file_name", "missing; name the file of preference pairs"))
+            problems.append(
+                Problem(
+                    "actor_train.data_args.file_name", "missing; name the file of preference pairs"
+                )
+            )
         return problems
 
     @property

@@ -70,7 +70,9 @@ class PreferenceData:
 
         def encode(data_args: DataArguments | None) -> PreferenceDataset:
             assert data_args is not None
-            return encode_table(config, data_args, load_table(data_args.files), tokenizer, config.sequence_length)
+            return encode_table(
+                config, data_args, load_table(data_args.files), tokenizer, config.sequence_length
+            )
 
         datasets = {TRAIN: encode(config.actor_train.data_args)}
         if config.has_validation:
@@ -80,7 +82,9 @@ class PreferenceData:
     def batch(self, pairs: list[int], **meta_info: Any) -> DataProto:
         """These pairs of the training data as one batch."""
         dataset = self.datasets[TRAIN]
-        return DataProto.from_single_dict(self.collator([dataset[i] for i in pairs]), meta_info=meta_info)
+        return DataProto.from_single_dict(
+            self.collator([dataset[i] for i in pairs]), meta_info=meta_info
+        )
 
 
 class DPOPipeline(BasePipeline):
@@ -101,7 +105,9 @@ class DPOPipeline(BasePipeline):
         super().__init__(config, progress=progress)
         for name, dataset in self.data.datasets.items():
             logger.info("%s data: %s", name, dataset.summary)
-        self.summary["data"] = {name: dataset.summary.to_dict() for name, dataset in self.data.datasets.items()}
+        self.summary["data"] = {
+            name: dataset.summary.to_dict() for name, dataset in self.data.datasets.items()
+        }
         self.settings = PreferenceSettings.of(config, {})
         self.validations = ValidationHistory(config.early_stop_patience)
         # Sums for all rows of a data set, by its name: known once computed, because the reference does not change.
@@ -136,12 +142,18 @@ class DPOPipeline(BasePipeline):
         """Fill `reference_sums` for all pairs, from the file of an earlier start if it fits; then free the model."""
         role = config.actor_train if is_own else config.reference
         fingerprint = scores_fingerprint(self.data.datasets, role, config.seed)
-        folders = [self.run_dir] if self.checkpoint is None else [self.run_dir, self.checkpoint.parent.parent]
+        folders = (
+            [self.run_dir]
+            if self.checkpoint is None
+            else [self.run_dir, self.checkpoint.parent.parent]
+        )
         stored = load_scores(folders, fingerprint)
         if stored is None:
             cluster = self.actor_train if self.reference is None else self.reference
             self.initialize(cluster)
-            self.say(f"Scoring {sum(map(len, self.data.datasets.values())):,} pairs under the reference, once.")
+            self.say(
+                f"Scoring {sum(map(len, self.data.datasets.values())):,} pairs under the reference, once."
+            )
             stored = {}
             for name in self.data.datasets:
                 stored[name], tokens_RT = self._score(cluster, name, is_own, label=name)
@@ -164,7 +176,9 @@ class DPOPipeline(BasePipeline):
             tokens_RT = self.samples.empty()
             keep = partial(self.samples.keep, tokens_RT)
         meta_info = {"completion_only": True, "disable_adapter": without_adapter}
-        sums_R = score_pairs(cluster, self.data.datasets[name], self.data.collator, meta_info, label=label, keep=keep)
+        sums_R = score_pairs(
+            cluster, self.data.datasets[name], self.data.collator, meta_info, label=label, keep=keep
+        )
         return sums_R, tokens_RT
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -178,7 +192,9 @@ class DPOPipeline(BasePipeline):
                 break
             started = time.monotonic()
             pairs = self.sampler.next_batch()
-            batch = self.data.batch(pairs, global_step=step, completion_only=True, loss_mask_keys=[])
+            batch = self.data.batch(
+                pairs, global_step=step, completion_only=True, loss_mask_keys=[]
+            )
             metrics |= self.add_reference(batch, pairs)
             metrics |= self.train(batch)
             metrics |= self.statistics(pairs, seconds=time.monotonic() - started)
@@ -192,7 +208,9 @@ class DPOPipeline(BasePipeline):
         if TRAIN in self.reference_sums:
             batch[REFERENCE_SUMS] = self.reference_sums[TRAIN].view(-1, 2)[pairs].flatten()
         elif self.reference is not None:
-            offload = self.pipeline_config.is_offload_states and self.reference is not self.actor_train
+            offload = (
+                self.pipeline_config.is_offload_states and self.reference is not self.actor_train
+            )
             if offload:
                 self.actor_train.offload_states()
                 self.reference.load_states()
@@ -216,7 +234,10 @@ class DPOPipeline(BasePipeline):
     def statistics(self, pairs: list[int], seconds: float) -> dict[str, float]:
         """Lengths of the rows of a step, how fast it was, and how far in the data the run is."""
         dataset = self.data.datasets[TRAIN]
-        lengths, prompts = dataset.lengths.reshape(-1, 2)[pairs], dataset.prompt_lens.reshape(-1, 2)[pairs]
+        lengths, prompts = (
+            dataset.lengths.reshape(-1, 2)[pairs],
+            dataset.prompt_lens.reshape(-1, 2)[pairs],
+        )
         answers = lengths - prompts
         return {
             "token/prompt_length/mean": float(prompts.mean()),
@@ -240,7 +261,9 @@ class DPOPipeline(BasePipeline):
             self.save_checkpoint(keep=True)
         if self.validations.is_exhausted:
             best = self.validations.best
-            self.stop(f"{self.validations.bad_in_a_row} validations without a loss below {best[LOSS]:.4f}")
+            self.stop(
+                f"{self.validations.bad_in_a_row} validations without a loss below {best[LOSS]:.4f}"
+            )
         return metrics
 
     def validate(self, step: int) -> dict[str, Any]:
@@ -252,12 +275,16 @@ class DPOPipeline(BasePipeline):
             if VALIDATION not in self.reference_sums:
                 assert self.reference is not None
                 is_own = self.reference is self.actor_train
-                reference_R, self.reference_tokens_RT = self._score(self.reference, VALIDATION, without_adapter=is_own)
+                reference_R, self.reference_tokens_RT = self._score(
+                    self.reference, VALIDATION, without_adapter=is_own
+                )
                 self.reference_sums[VALIDATION] = reference_R
             reference_chosen_P, reference_rejected_P = split_pairs(self.reference_sums[VALIDATION])
         chosen_P, rejected_P = split_pairs(policy_R)
         dataset = self.data.datasets[VALIDATION]
-        chosen_lens_P, rejected_lens_P = split_pairs(torch.from_numpy(dataset.lengths - dataset.prompt_lens))
+        chosen_lens_P, rejected_lens_P = split_pairs(
+            torch.from_numpy(dataset.lengths - dataset.prompt_lens)
+        )
         result = preference_loss(
             policy_chosen_P=chosen_P,
             policy_rejected_P=rejected_P,
@@ -288,7 +315,11 @@ class DPOPipeline(BasePipeline):
 
     def finish_with_validation(self) -> None:
         """Validate the final weights, unless that was just done or the user is waiting to leave; then end the run."""
-        if VALIDATION in self.data.datasets and self.pipeline_config.eval_steps > 0 and not self.is_interrupted:
+        if (
+            VALIDATION in self.data.datasets
+            and self.pipeline_config.eval_steps > 0
+            and not self.is_interrupted
+        ):
             if self.validations.last_step != self.global_step:
                 self.log(self.global_step, self.validate(self.global_step))
                 if self.validations.is_best and self.validations.patience is not None:
@@ -296,9 +327,16 @@ class DPOPipeline(BasePipeline):
             self.summary["validation"] = self.validations.state_dict()
         model: Path | None = None
         best = self.validations.best
-        if self.validations.patience is not None and best and best["step"] > 0 and not self.is_interrupted:
+        if (
+            self.validations.patience is not None
+            and best
+            and best["step"] > 0
+            and not self.is_interrupted
+        ):
             model = self.model_folder(int(best["step"]))
-        self.finish(self.validations.describe(len(self.data.datasets.get(VALIDATION, ()))), model=model)
+        self.finish(
+            self.validations.describe(len(self.data.datasets.get(VALIDATION, ()))), model=model
+        )
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -361,7 +399,12 @@ class ValidationHistory:
         return text + "."
 
     def state_dict(self) -> dict[str, Any]:
-        return {"first": self.first, "last": self.last, "best": self.best, "bad_in_a_row": self.bad_in_a_row}
+        return {
+            "first": self.first,
+            "last": self.last,
+            "best": self.best,
+            "bad_in_a_row": self.bad_in_a_row,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.first, self.last, self.best = (dict(state[name]) for name in ("first", "last", "best"))

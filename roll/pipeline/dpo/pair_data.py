@@ -37,4 +37,6 @@ def encode_table(
 def make_sampler(config: DPOConfig, dataset: PreferenceDataset) -> EpochSampler:
     """Which of the pairs come when; DataError if they do not fill a step."""
     data_seed = config.actor_train.training_args.data_seed
-    return EpochSampler(len(dataset), config.pairs_per_step, config.seed if data_seed is None else data_seed)
+    return EpochSampler(
+        len(dataset), config.pairs_per_step, config.seed if data_seed is None else data_seed
+    )

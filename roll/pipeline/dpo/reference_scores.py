@@ -53,18 +53,24 @@ def score_pairs(
     longest_N = dataset.lengths.reshape(-1, 2).max(axis=1)
     order = np.argsort(-longest_N, kind="stable")
     size = cluster.dp_size * cluster.worker_config.infer_batch_size
-    batches: Iterable[np.ndarray] = [order[start : start + size] for start in range(0, len(order), size)]
+    batches: Iterable[np.ndarray] = [
+        order[start : start + size] for start in range(0, len(order), size)
+    ]
     console = Console(stderr=True)
     if label is not None and console.is_terminal:
         batches = track(batches, label, console=console, transient=True)
     sums_R = torch.empty(2 * len(dataset))
     for pairs in batches:
-        batch = DataProto.from_single_dict(collator([dataset[int(i)] for i in pairs]), meta_info=dict(meta_info))
+        batch = DataProto.from_single_dict(
+            collator([dataset[int(i)] for i in pairs]), meta_info=dict(meta_info)
+        )
         log_probs_RT = compute_log_probs(cluster, batch).batch["log_probs"]
         if keep is not None:
             keep(pairs, log_probs_RT)
         rows = torch.from_numpy(np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1))
-        sums_R[rows], _ = sequence_log_probs(log_probs_RT, batch["attention_mask"], batch["prompt_id_lens"])
+        sums_R[rows], _ = sequence_log_probs(
+            log_probs_RT, batch["attention_mask"], batch["prompt_id_lens"]
+        )
     return sums_R
 
 
@@ -102,7 +108,9 @@ def load_scores(folders: Iterable[Path], fingerprint: str) -> dict[str, Tensor] 
     return None
 
 
-def scores_fingerprint(datasets: Mapping[str, PreferenceDataset], role: WorkerConfig, seed: int) -> str:
+def scores_fingerprint(
+    datasets: Mapping[str, PreferenceDataset], role: WorkerConfig, seed: int
+) -> str:
     """Changes with any token of the pairs, any weight of the role's model, and how the model computes."""
     digest = hashlib.sha256()
     for name, dataset in datasets.items():
@@ -113,17 +121,27 @@ def scores_fingerprint(datasets: Mapping[str, PreferenceDataset], role: WorkerCo
 
 def _model_fingerprint(role: WorkerConfig, seed: int) -> str:
     args = role.model_args
-    settings = {name: value for name, value in plain_values(args).items() if name != "model_name_or_path"}
-    parts: dict[str, Any] = {"settings": settings, "strategy": [role.strategy_name, role.strategy_config]}
+    settings = {
+        name: value for name, value in plain_values(args).items() if name != "model_name_or_path"
+    }
+    parts: dict[str, Any] = {
+        "settings": settings,
+        "strategy": [role.strategy_name, role.strategy_config],
+    }
     if args.random_init:
         parts["seed"] = seed
     assert args.model_name_or_path is not None  # missing_for_training
     folder = Path(args.model_name_or_path).expanduser()
     if folder.is_dir():
         # All of the weights are read: sizes and dates would not notice another training of the same model.
-        parts["files"] = {file.name: _file_digest(file) for file in [folder / "config.json", *weight_files(folder)]}
+        parts["files"] = {
+            file.name: _file_digest(file)
+            for file in [folder / "config.json", *weight_files(folder)]
+        }
     else:
-        config: Any = AutoConfig.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+        config: Any = AutoConfig.from_pretrained(
+            args.model_name_or_path, trust_remote_code=args.trust_remote_code
+        )
         parts["hub"] = [args.model_name_or_path, getattr(config, "_commit_hash", None)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

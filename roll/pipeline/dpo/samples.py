@@ -25,7 +25,9 @@ class PairSamples:
         samples.write(step, result, tokens, reference_tokens)
     """
 
-    def __init__(self, dataset: PreferenceDataset, collator: DataCollatorWithPaddingForDPO, log: RolloutLog) -> None:
+    def __init__(
+        self, dataset: PreferenceDataset, collator: DataCollatorWithPaddingForDPO, log: RolloutLog
+    ) -> None:
         count = min(NUM_PAIRS, len(dataset))
         self.pairs = [i * len(dataset) // count for i in range(count)]
         self.log = log
@@ -50,7 +52,9 @@ class PairSamples:
                 row = 2 * self.pairs.index(pair)
                 tokens_RT[row : row + 2, :width] = log_probs_RT[2 * i : 2 * i + 2, :width]
 
-    def write(self, step: int, result: PreferenceLoss, tokens_RT: Tensor, reference_RT: Tensor | None) -> None:
+    def write(
+        self, step: int, result: PreferenceLoss, tokens_RT: Tensor, reference_RT: Tensor | None
+    ) -> None:
         """Write the pairs as the samples of a validation.
 
         Args:
@@ -58,12 +62,18 @@ class PairSamples:
             tokens_RT, reference_RT: (2P, S-1) log-probs of the sampled pairs under policy and reference; None where
                 there is no reference.
         """
-        rewards_P2 = torch.stack([result.chosen_rewards_P, result.rejected_rewards_P], dim=1)[self.pairs]
+        rewards_P2 = torch.stack([result.chosen_rewards_P, result.rejected_rewards_P], dim=1)[
+            self.pairs
+        ]
         accuracy_P = pair_accuracy(rewards_P2[:, 0] - rewards_P2[:, 1])
-        ranked = [{1.0: "right", 0.5: "tie"}.get(accuracy, "wrong") for accuracy in accuracy_P.tolist()]
+        ranked = [
+            {1.0: "right", 0.5: "tie"}.get(accuracy, "wrong") for accuracy in accuracy_P.tolist()
+        ]
         self.batch["response_level_rewards"] = rewards_P2.flatten()
         self.batch["ranked"] = np.repeat(np.array(ranked, dtype=object), 2)
         self.batch["old_log_probs"] = tokens_RT
-        if reference_RT is not None and reference_RT.shape == tokens_RT.shape:  # stored ones may be of other samples
+        if (
+            reference_RT is not None and reference_RT.shape == tokens_RT.shape
+        ):  # stored ones may be of other samples
             self.batch["ref_log_probs"] = reference_RT
         self.log.write(step, self.batch, split="val")

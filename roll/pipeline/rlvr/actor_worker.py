@@ -70,12 +70,20 @@ class ActorWorker(BaseActorWorker):
             return None
         if SAMPLE_WEIGHTS not in data and "global_valid_samples" not in data.meta_info:
             return compute_sample_weights(data, config)  # the batch is the whole step
-        return column(data, SAMPLE_WEIGHTS, "difficulty_loss_weight or length_loss_weight (see compute_sample_weights)")
+        return column(
+            data,
+            SAMPLE_WEIGHTS,
+            "difficulty_loss_weight or length_loss_weight (see compute_sample_weights)",
+        )
 
-    def _sample_metrics(self, data: DataProto, valid_B: Tensor, weights_B: Tensor | None) -> dict[str, Tensor | float]:
+    def _sample_metrics(
+        self, data: DataProto, valid_B: Tensor, weights_B: Tensor | None
+    ) -> dict[str, Tensor | float]:
         counts = loss_counts(data, "response_mask", loss_mask(data), self.pipeline_config)
         num_valid = valid_B.sum()
-        weights_B = torch.ones_like(valid_B, dtype=torch.float32) if weights_B is None else weights_B
+        weights_B = (
+            torch.ones_like(valid_B, dtype=torch.float32) if weights_B is None else weights_B
+        )
         return {
             "actor/valid_samples@sum": num_valid,
             "actor/total_samples@sum": float(len(data)),
@@ -95,5 +103,7 @@ def _numbers(values: Any) -> Tensor:
         return values.float()
     for row, value in enumerate(values):
         if not isinstance(value, Real):
-            raise ValueError(f"column 'difficulty', row {row}: expected a number in [0, 1], found {value!r}")
+            raise ValueError(
+                f"column 'difficulty', row {row}: expected a number in [0, 1], found {value!r}"
+            )
     return torch.tensor([float(value) for value in values])

@@ -11,12 +11,20 @@ from roll.algorithms.rewards import RunningMoments
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.rlvr.actor_worker import SAMPLE_WEIGHTS, compute_sample_weights
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
-from roll.utils.functionals import compute_advantage, compute_token_reward, get_sample_level_mask, reward_postprocess
+from roll.utils.functionals import (
+    compute_advantage,
+    compute_token_reward,
+    get_sample_level_mask,
+    reward_postprocess,
+)
 from roll.utils.kl_controller import KLController
 
 
 def add_advantages(
-    batch: DataProto, config: RLVRConfig, kl_ctrl: KLController, running: Mapping[str, RunningMoments]
+    batch: DataProto,
+    config: RLVRConfig,
+    kl_ctrl: KLController,
+    running: Mapping[str, RunningMoments],
 ) -> tuple[DataProto, dict[str, Any]]:
     """Adds `final_response_mask`, `token_level_rewards`, `advantages`, `raw_advantages`, `returns` and, if they are on,
     `sample_weights`. Groups are rows of one `group_id`, however many of them are left.
@@ -25,7 +33,9 @@ def add_advantages(
     its coefficient a step. (ROLL updates it once for each domain.)
     """
     batch, metrics = get_sample_level_mask(batch, config)
-    batch, reward_metrics = _by_domain(batch, lambda rows: reward_postprocess(rows, config, running))
+    batch, reward_metrics = _by_domain(
+        batch, lambda rows: reward_postprocess(rows, config, running)
+    )
     batch, kl_metrics = compute_token_reward(batch, config, kl_ctrl)
     batch, advantage_metrics = _by_domain(batch, lambda rows: _advantages(rows, config))
     if config.difficulty_loss_weight or config.length_loss_weight:
@@ -35,7 +45,9 @@ def add_advantages(
 
 def _advantages(rows: DataProto, config: RLVRConfig) -> tuple[DataProto, dict[str, float]]:
     rows.meta_info = {key: value for key, value in rows.meta_info.items() if key != "metrics"}
-    rows = compute_advantage(rows, response_mask=rows["final_response_mask"], **config.advantage_settings)
+    rows = compute_advantage(
+        rows, response_mask=rows["final_response_mask"], **config.advantage_settings
+    )
     return rows, rows.meta_info.pop("metrics", {})
 
 

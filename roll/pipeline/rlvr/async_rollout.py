@@ -93,13 +93,20 @@ class AsyncRolloutCollector(RolloutCollector):
     """Keeps generating until `close`. The main thread pauses it around weight updates and takes batches from it."""
 
     def __init__(
-        self, config: RLVRConfig, sampler: PromptSampler, engine: Cluster, score: Scorer, tokenizer: Any
+        self,
+        config: RLVRConfig,
+        sampler: PromptSampler,
+        engine: Cluster,
+        score: Scorer,
+        tokenizer: Any,
     ) -> None:
         super().__init__(config, sampler, engine, score, tokenizer)
         self.sizes = domain_sizes(config.rollout_batch_size, sampler.shares)
         self._jobs: dict[int, Job] = {}  # started and not in `_ready` yet, by number
         self._ready: dict[str, list[tuple[int, Group]]] = {pool: [] for pool in self.sizes}
-        self._num_used = dict.fromkeys(self.sizes, 0)  # prompts that a step has taken, or that were taken out
+        self._num_used = dict.fromkeys(
+            self.sizes, 0
+        )  # prompts that a step has taken, or that were taken out
         self._next_number = 0
         self._step = 0
         self._tally = Tally(tokenizer)
@@ -150,7 +157,9 @@ class AsyncRolloutCollector(RolloutCollector):
             self._changed.notify_all()
         versions = [scored.sample.versions for group in groups for scored in group.samples]
         num_stale = sum(sample.reason == STALE for sample in tally.dropped)
-        metrics = self.metrics_of(groups, tally, self._next_number) | staleness_metrics(versions, step, num_stale)
+        metrics = self.metrics_of(groups, tally, self._next_number) | staleness_metrics(
+            versions, step, num_stale
+        )
         metrics |= {
             "rollout/continued_samples": float(num_continued),
             "rollout/wait_seconds": monotonic() - started,
@@ -192,7 +201,9 @@ class AsyncRolloutCollector(RolloutCollector):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed or (self._gate.is_open and self._has_work()))
+                    self._changed.wait_for(
+                        lambda: self._is_closed or (self._gate.is_open and self._has_work())
+                    )
                     if self._is_closed:
                         return
                     jobs = [job for job in self._jobs.values() if not job.is_done]
@@ -204,8 +215,12 @@ class AsyncRolloutCollector(RolloutCollector):
     def _has_work(self) -> bool:
         """Start as many prompts as may be ahead, and say whether there is anything to answer."""
         for pool, size in self.sizes.items():
-            outstanding = sum(job.pool == pool for job in self._jobs.values()) + len(self._ready[pool])
-            allowed = size * (self._step + 1 + self.config.async_generation_ratio) - self._num_used[pool]
+            outstanding = sum(job.pool == pool for job in self._jobs.values()) + len(
+                self._ready[pool]
+            )
+            allowed = (
+                size * (self._step + 1 + self.config.async_generation_ratio) - self._num_used[pool]
+            )
             for prompt in self.sampler.take(pool, max(int(allowed) - outstanding, 0)):
                 self._jobs[self._next_number] = self._new_job(self._next_number, pool, prompt)
                 self._next_number += 1
@@ -213,7 +228,11 @@ class AsyncRolloutCollector(RolloutCollector):
 
     def _new_job(self, number: int, pool: str, prompt: Prompt) -> Job:
         drafts = [
-            Draft(GenerationRequest(f"{number}/{i}", prompt.ids, self.sampling, sample_keys=(f"{number}/{i}",)))
+            Draft(
+                GenerationRequest(
+                    f"{number}/{i}", prompt.ids, self.sampling, sample_keys=(f"{number}/{i}",)
+                )
+            )
             for i in range(self.config.num_return_sequences_in_group)
         ]
         return Job(number, pool, prompt, drafts)
@@ -242,11 +261,15 @@ class AsyncRolloutCollector(RolloutCollector):
                             usable.append(sample)
             verdicts = self.score(usable) if usable else []
             with self._changed:
-                by_name = {group.name: group for group in group_samples(usable, verdicts, self._tally)}
+                by_name = {
+                    group.name: group for group in group_samples(usable, verdicts, self._tally)
+                }
                 for job in jobs:
                     del self._jobs[job.number]
                     group = by_name.get(job.name)
-                    if group is not None and self._tally.passes(group, self.filters[job.prompt.domain]):
+                    if group is not None and self._tally.passes(
+                        group, self.filters[job.prompt.domain]
+                    ):
                         self._ready[job.pool].append((job.number, group))
                 for entries in self._ready.values():
                     entries.sort(key=lambda entry: entry[0])
@@ -269,10 +292,15 @@ class AsyncRolloutCollector(RolloutCollector):
     def _check_that_some_pass(self) -> None:
         """A reward that always fails, or filters that nothing passes, would keep the run waiting for ever."""
         config, dropped = self.config, self._tally.dropped
-        limit = config.max_num_gen_batches * config.rollout_batch_size * config.num_return_sequences_in_group
+        limit = (
+            config.max_num_gen_batches
+            * config.rollout_batch_size
+            * config.num_return_sequences_in_group
+        )
         if len(dropped) >= limit:
             reasons = ", ".join(
-                f"{name.rpartition('/')[2]}: {count:.0f}" for name, count in self._tally.metrics().items()
+                f"{name.rpartition('/')[2]}: {count:.0f}"
+                for name, count in self._tally.metrics().items()
             )
             raise DataError(
                 f"{len(dropped)} samples were dropped and the batch is not full (max_num_gen_batches="

@@ -20,7 +20,10 @@ from roll.utils.seeding import seed_everything
 
 
 def evaluate(
-    config: RLVRConfig, checkpoint: str | Path | None = None, *, samples_to: str | Path | None = None
+    config: RLVRConfig,
+    checkpoint: str | Path | None = None,
+    *,
+    samples_to: str | Path | None = None,
 ) -> dict[str, float]:
     """The metrics of one validation (see `val_metrics`), without training anything.
 
@@ -29,8 +32,12 @@ def evaluate(
             default the model that the config starts from.
         samples_to: a folder whose `rollouts/val-000000.jsonl` gets every sample.
     """
-    if config.validation is None or not (config.validation.data_args and config.validation.data_args.files):
-        raise ConfigError("validation: missing; it says which prompts to evaluate on, and how to sample")
+    if config.validation is None or not (
+        config.validation.data_args and config.validation.data_args.files
+    ):
+        raise ConfigError(
+            "validation: missing; it says which prompts to evaluate on, and how to sample"
+        )
     model_args = config.actor_infer.model_args
     if checkpoint is not None:
         model_args = model_args.model_copy(update={"model_name_or_path": str(checkpoint)})
@@ -41,7 +48,9 @@ def evaluate(
     prompts = load_val_prompts(config, tokenizer)
     assert prompts is not None
     seed_everything(config.seed)
-    manager = ResourceManager(config.num_gpus_per_node, config.num_nodes, backend=config.execution_backend)
+    manager = ResourceManager(
+        config.num_gpus_per_node, config.num_nodes, backend=config.execution_backend
+    )
     clusters: list[Cluster] = []
     try:
         for name, role in config.active_roles().items():
@@ -51,7 +60,9 @@ def evaluate(
             cluster.initialize(config)
         engine = next(cluster for cluster in clusters if cluster.cluster_name == "actor_infer")
         rewards = {
-            cluster.cluster_name.removeprefix("reward-"): cluster for cluster in clusters if cluster is not engine
+            cluster.cluster_name.removeprefix("reward-"): cluster
+            for cluster in clusters
+            if cluster is not engine
         }
         tally = Tally(tokenizer)
         sampling, score = ValSampling.of(config), Scorer(rewards, tokenizer)

@@ -21,11 +21,48 @@ logger = get_logger(__name__)
 
 # Columns that the pipeline makes; a data file must not have others of these names.
 OWN_COLUMNS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "prompt_mask", "response_mask", "prompts", "responses"}
-    | {"infer_logprobs", "policy_versions", "policy_version", "group_id", "prompt_id", "sample_uuid", "finish_reason"}
-    | {"scores", "response_level_rewards", "reward_parts", "drop_reason", "token_level_rewards", "token_level_scores"}
-    | {"old_log_probs", "ref_log_probs", "values", "entropy", "advantages", "raw_advantages", "returns"}
-    | {"final_response_mask", "origin_response_mask", "difficulty_mask", "sample_weights", "row_number"}
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "prompt_mask",
+        "response_mask",
+        "prompts",
+        "responses",
+    }
+    | {
+        "infer_logprobs",
+        "policy_versions",
+        "policy_version",
+        "group_id",
+        "prompt_id",
+        "sample_uuid",
+        "finish_reason",
+    }
+    | {
+        "scores",
+        "response_level_rewards",
+        "reward_parts",
+        "drop_reason",
+        "token_level_rewards",
+        "token_level_scores",
+    }
+    | {
+        "old_log_probs",
+        "ref_log_probs",
+        "values",
+        "entropy",
+        "advantages",
+        "raw_advantages",
+        "returns",
+    }
+    | {
+        "final_response_mask",
+        "origin_response_mask",
+        "difficulty_mask",
+        "sample_weights",
+        "row_number",
+    }
     | {"train_infer_is_weight", "train_infer_filter_mask"}
 )
 
@@ -72,7 +109,9 @@ def domain_of_row(config: RLVRConfig, tag_column: str | None) -> Callable[[Row],
             return by_tag[str(tag)]
         if len(takes_any_tag) == 1:
             return takes_any_tag[0]
-        known = "; ".join(f"{domain}: {', '.join(reward.tag_included)}" for domain, reward in rewards.items())
+        known = "; ".join(
+            f"{domain}: {', '.join(reward.tag_included)}" for domain, reward in rewards.items()
+        )
         raise DataError(
             f"tag {tag!r} belongs to no domain, so nothing scores this row. Add it to rewards.DOMAIN.tag_included "
             f"({known}), or give the rows a column `domain`"
@@ -81,7 +120,9 @@ def domain_of_row(config: RLVRConfig, tag_column: str | None) -> Callable[[Row],
     return domain_of
 
 
-def _load(config: RLVRConfig, data_args: DataArguments, tokenizer: Any, max_length: int) -> PromptDataset:
+def _load(
+    config: RLVRConfig, data_args: DataArguments, tokenizer: Any, max_length: int
+) -> PromptDataset:
     table = load_table(data_args.files)
     dataset = encode_table(config, data_args, table, tokenizer, max_length)
     logger.info("%s: %s", table.name, dataset.summary)
@@ -118,7 +159,9 @@ def check_columns(columns: Iterable[str], name: str) -> None:
     """DataError if a data file has columns of names that the pipeline gives to its own."""
     clash = sorted(OWN_COLUMNS & set(columns))
     if clash:
-        raise DataError(f"{name}: the columns {', '.join(clash)} have names that the pipeline uses itself; rename them")
+        raise DataError(
+            f"{name}: the columns {', '.join(clash)} have names that the pipeline uses itself; rename them"
+        )
 
 
 def _template_options(data_args: DataArguments) -> Callable[[Row], Mapping[str, Any]]:

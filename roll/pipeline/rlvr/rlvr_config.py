@@ -55,7 +55,10 @@ class RewardFilterConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
-        by_type = {"mean_filter": ["threshold_down", "threshold_up"], "std_filter": ["std_threshold"]}
+        by_type = {
+            "mean_filter": ["threshold_down", "threshold_up"],
+            "std_filter": ["std_threshold"],
+        }
         known = by_type.get(self.type, [key for keys in by_type.values() for key in keys])
         problems = []
         for key, value in self.filter_args.items():
@@ -117,12 +120,14 @@ class RewardConfig(WorkerConfig):
     query_filter_config: RewardFilterConfig = Field(default_factory=RewardFilterConfig)
     """Which prompts are dropped."""
 
-    response_filter_config: Annotated[RewardFilterConfig, UNUSED_IN_ROLL] = Field(default_factory=RewardFilterConfig)
+    response_filter_config: Annotated[RewardFilterConfig, UNUSED_IN_ROLL] = Field(
+        default_factory=RewardFilterConfig
+    )
     """Which responses are dropped."""
 
-    reward_manager_config: Annotated[list[dict[str, Any]], NoEffect("there is no remote reward system")] = Field(
-        default_factory=list
-    )
+    reward_manager_config: Annotated[
+        list[dict[str, Any]], NoEffect("there is no remote reward system")
+    ] = Field(default_factory=list)
     """Options of a remote reward system."""
 
     @field_validator("reward_fn")
@@ -141,10 +146,14 @@ class RewardConfig(WorkerConfig):
             return self
         if self.worker_cls not in (None, FUNCTION_REWARD_WORKER):
             expected = "no other worker_cls beside reward_fn"
-            raise ConfigProblems([wrong("worker_cls", self.worker_cls, expected, "remove one of the two")])
+            raise ConfigProblems(
+                [wrong("worker_cls", self.worker_cls, expected, "remove one of the two")]
+            )
         path, _, name = self.reward_fn.rpartition(":")
         if not path or not name.isidentifier():
-            raise ConfigProblems([wrong("reward_fn", self.reward_fn, "file.py:function or package.module:function")])
+            raise ConfigProblems(
+                [wrong("reward_fn", self.reward_fn, "file.py:function or package.module:function")]
+            )
         self.settle(worker_cls=FUNCTION_REWARD_WORKER)
         return self
 
@@ -167,7 +176,9 @@ class RLVRConfig(PPOConfig):
     tag_to_template: dict[str, str] = Field(default_factory=dict)
     """Chat template of the rows with a tag."""
 
-    dataset_filter: Annotated[DatasetFilterConfig, UNUSED_IN_ROLL] = Field(default_factory=DatasetFilterConfig)
+    dataset_filter: Annotated[DatasetFilterConfig, UNUSED_IN_ROLL] = Field(
+        default_factory=DatasetFilterConfig
+    )
     """A choice of rows."""
 
     num_return_sequences_in_group: AtLeastOne = 1
@@ -176,7 +187,9 @@ class RLVRConfig(PPOConfig):
     max_num_gen_batches: AtLeastOne = 10
     """Rounds of sampling after which a step goes on with the prompts that passed the filters, however few."""
 
-    save_logging_board_dir: Annotated[str | None, NoEffect("the run's folder has the samples, token by token")] = None
+    save_logging_board_dir: Annotated[
+        str | None, NoEffect("the run's folder has the samples, token by token")
+    ] = None
     """Folder that gets per-token values of every sample; null writes none."""
 
     validation: WorkerConfig | None = None
@@ -266,22 +279,31 @@ class RLVRConfig(PPOConfig):
         super()._settle_roles()
         sampling = self.actor_infer.generating_args or GeneratingArguments()
         room = max(self.sequence_length - self.prompt_length, 0)
-        self._change_role("actor_infer", generating_args=sampling.model_copy(update={"max_new_tokens": room}))
+        self._change_role(
+            "actor_infer", generating_args=sampling.model_copy(update={"max_new_tokens": room})
+        )
         if self.validation is not None:
             sampling = self.validation.generating_args or GeneratingArguments()
             room = max(self.val_sequence_length - self.val_prompt_length, 0)
-            self._change_role("validation", generating_args=sampling.model_copy(update={"max_new_tokens": room}))
+            self._change_role(
+                "validation", generating_args=sampling.model_copy(update={"max_new_tokens": room})
+            )
         if self.reward_model is not None and self.reward_model.worker_cls is None:
             self._change_role("reward_model", worker_cls="roll.pipeline.base_worker.InferWorker")
 
     def _problems(self) -> list[Problem]:
         problems = super()._problems()
-        for prompt, sequence in (("prompt_length", "sequence_length"), ("val_prompt_length", "val_sequence_length")):
+        for prompt, sequence in (
+            ("prompt_length", "sequence_length"),
+            ("val_prompt_length", "val_sequence_length"),
+        ):
             if getattr(self, prompt) >= getattr(self, sequence):
                 expected = f"less than {sequence} = {getattr(self, sequence)}, to leave room for a response"
                 problems.append(wrong(prompt, getattr(self, prompt), expected))
         if 0 < self.async_generation_ratio < 1:
-            problems.append(wrong("async_generation_ratio", self.async_generation_ratio, "0, or at least 1"))
+            problems.append(
+                wrong("async_generation_ratio", self.async_generation_ratio, "0, or at least 1")
+            )
         problems += division_problems(self.batch_plans().values(), "rollout_batch_size")
         data_args = self.actor_train.data_args
         shares = (data_args.domain_interleave_probs if data_args else None) or {}
@@ -303,12 +325,18 @@ class RLVRConfig(PPOConfig):
                     expected = f'tags of one domain only; "{tag}" also belongs to {seen[tag]}'
                     problems.append(wrong(f"rewards.{domain}.tag_included", tag, expected))
                 seen[tag] = domain
-        shares = (self.actor_train.data_args.domain_interleave_probs if self.actor_train.data_args else None) or {}
+        shares = (
+            self.actor_train.data_args.domain_interleave_probs
+            if self.actor_train.data_args
+            else None
+        ) or {}
         if self.rewards:
             for domain in [domain for domain in shares if domain not in self.rewards]:
                 guess = did_you_mean(domain, self.rewards)
                 expected = "a domain of rewards: " + ", ".join(self.rewards)
-                problems.append(wrong("actor_train.data_args.domain_interleave_probs", domain, expected, guess))
+                problems.append(
+                    wrong("actor_train.data_args.domain_interleave_probs", domain, expected, guess)
+                )
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:
@@ -318,13 +346,19 @@ class RLVRConfig(PPOConfig):
         return roles | {name: role for name, role in optional.items() if role is not None}
 
     def key_of(self, role_name: str) -> str:
-        return role_name.replace("reward-", "rewards.", 1) if role_name.startswith("reward-") else role_name
+        return (
+            role_name.replace("reward-", "rewards.", 1)
+            if role_name.startswith("reward-")
+            else role_name
+        )
 
     def active_roles(self) -> dict[str, WorkerConfig]:
         return {name: role for name, role in super().active_roles().items() if name != "validation"}
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
-        judges = [name for name, role in self.all_roles().items() if "reward" in name and role.holds_model]
+        judges = [
+            name for name, role in self.all_roles().items() if "reward" in name and role.holds_model
+        ]
         return super().allowed_strategies() | dict.fromkeys(judges, (*INFER_STRATEGIES, "vllm"))
 
     def missing_for_training(self) -> list[Problem]:
@@ -332,11 +366,19 @@ class RLVRConfig(PPOConfig):
         if self.is_replay:
             return problems
         if self.actor_train.data_args is None or not self.actor_train.data_args.files:
-            problems.append(Problem("actor_train.data_args.file_name", "missing; name the file of prompts"))
-        if self.validation is not None and not (self.validation.data_args and self.validation.data_args.files):
-            problems.append(Problem("validation.data_args.file_name", "missing; name the file of prompts"))
+            problems.append(
+                Problem("actor_train.data_args.file_name", "missing; name the file of prompts")
+            )
+        if self.validation is not None and not (
+            self.validation.data_args and self.validation.data_args.files
+        ):
+            problems.append(
+                Problem("validation.data_args.file_name", "missing; name the file of prompts")
+            )
         if not self.rewards:
-            problems.append(Problem("rewards", "missing; say how responses are scored, one entry per domain"))
+            problems.append(
+                Problem("rewards", "missing; say how responses are scored, one entry per domain")
+            )
         return problems
 
     def idle_keys(self) -> dict[str, str]:
@@ -369,4 +411,6 @@ class RLVRConfig(PPOConfig):
     @property
     def tag_2_domain(self) -> dict[str, str]:
         """Domain whose reward judges a tag."""
-        return {tag: domain for domain, reward in self.rewards.items() for tag in reward.tag_included}
+        return {
+            tag: domain for domain, reward in self.rewards.items() for tag in reward.tag_included
+        }

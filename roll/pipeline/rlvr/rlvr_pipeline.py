@@ -43,7 +43,11 @@ class RLVRPipeline(PolicyPipeline):
             self.sampler = load_train_prompts(config, self.tokenizer)
             self.val_prompts = load_val_prompts(config, self.tokenizer)
         super().__init__(config, progress=progress)
-        self.rewards = {domain: self.make_cluster(f"reward-{domain}") for domain in config.rewards if self.actor_infer}
+        self.rewards = {
+            domain: self.make_cluster(f"reward-{domain}")
+            for domain in config.rewards
+            if self.actor_infer
+        }
         self.clusters += self.rewards.values()
         self.initialize(*self.clusters)
         self.running = {domain: RunningMoments() for domain in config.rewards}
@@ -75,7 +79,9 @@ class RLVRPipeline(PolicyPipeline):
                         batch = self.add_values(self.add_reference(batch))
                     with metrics.timer("time/old_log_probs"):
                         batch = self.add_old_log_probs(batch)
-                    batch, found = add_advantages(batch, self.pipeline_config, self.kl_ctrl, self.running)
+                    batch, found = add_advantages(
+                        batch, self.pipeline_config, self.kl_ctrl, self.running
+                    )
                     metrics.add_metrics(found)
                     with metrics.timer("time/step_train"):
                         self.train(step, batch)
@@ -121,14 +127,20 @@ class RLVRPipeline(PolicyPipeline):
         tally = Tally(self.tokenizer)
         with self.metrics.timer("time/val_step"):
             sampling = ValSampling.of(self.pipeline_config)
-            groups = validate(self.val_prompts, sampling, self.actor_infer.answer_requests, self.score, tally)
+            groups = validate(
+                self.val_prompts, sampling, self.actor_infer.answer_requests, self.score, tally
+            )
         batch = scored_batch(groups, self.pad_token_id) if groups else None
         self.log_samples(step, batch, split="val", dropped=tally.dropped)
         return val_metrics(groups, tally)
 
     @classmethod
     def evaluate(
-        cls, pipeline_config: RLVRConfig, checkpoint: str | Path | None = None, *, samples_to: str | Path | None = None
+        cls,
+        pipeline_config: RLVRConfig,
+        checkpoint: str | Path | None = None,
+        *,
+        samples_to: str | Path | None = None,
     ) -> dict[str, float]:
         """The validation alone, with the weights of `checkpoint`; see `roll.pipeline.rlvr.evaluation`."""
         return evaluate(pipeline_config, checkpoint, samples_to=samples_to)
@@ -157,10 +169,15 @@ class RLVRPipeline(PolicyPipeline):
         return self.val_prompts is not None and self.should_eval(step)
 
     def _count_empty_steps(self, rollout: Rollout) -> None:
-        self.num_empty_steps = 0 if rollout.groups or not rollout.dropped else self.num_empty_steps + 1
+        self.num_empty_steps = (
+            0 if rollout.groups or not rollout.dropped else self.num_empty_steps + 1
+        )
         if self.num_empty_steps >= MAX_EMPTY_STEPS:
             counts = {name: count for name, count in rollout.metrics.items() if "/dropped/" in name}
-            reasons = "\n".join(f"  {name.rpartition('/')[2]}: {count:.0f} samples" for name, count in counts.items())
+            reasons = "\n".join(
+                f"  {name.rpartition('/')[2]}: {count:.0f} samples"
+                for name, count in counts.items()
+            )
             last = rollout.dropped[-1]
             raise DataError(
                 f"not one sample of the last {self.num_empty_steps} steps could be used:\n{reasons}\nThe last one was "
@@ -179,4 +196,6 @@ class RLVRPipeline(PolicyPipeline):
         if self.val_prompts is None or self.pipeline_config.eval_steps <= 0:
             return ""
         result = self.final_validation()
-        return f"Validation: {result.get('val_correct/all/mean', 0.0):.3f} of the samples are right."
+        return (
+            f"Validation: {result.get('val_correct/all/mean', 0.0):.3f} of the samples are right."
+        )

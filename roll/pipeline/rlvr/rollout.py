@@ -36,7 +36,12 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, config: RLVRConfig, sampler: PromptSampler, engine: Cluster, score: Scorer, tokenizer: Any
+        self,
+        config: RLVRConfig,
+        sampler: PromptSampler,
+        engine: Cluster,
+        score: Scorer,
+        tokenizer: Any,
     ) -> None:
         assert config.actor_infer.generating_args is not None
         self.config = config
@@ -44,8 +49,12 @@ class RolloutCollector:
         self.engine = engine
         self.score = score
         self.tokenizer = tokenizer
-        self.sampling = SamplingParams.from_config(config.actor_infer.generating_args, seed=config.seed)
-        self.filters = {domain: reward.query_filter_config for domain, reward in config.rewards.items()}
+        self.sampling = SamplingParams.from_config(
+            config.actor_infer.generating_args, seed=config.seed
+        )
+        self.filters = {
+            domain: reward.query_filter_config for domain, reward in config.rewards.items()
+        }
 
     def collect(self, step: int) -> Rollout:
         """The rollout of `step`. Depends on the weights, the position in the data and the seed alone."""
@@ -56,7 +65,11 @@ class RolloutCollector:
         while num_rounds < self.config.max_num_gen_batches:
             num_rounds += 1
             missing = {pool: wanted[pool] - len(kept[pool]) for pool in wanted}
-            prompts = [prompt for pool, number in missing.items() for prompt in self.sampler.take(pool, number)]
+            prompts = [
+                prompt
+                for pool, number in missing.items()
+                for prompt in self.sampler.take(pool, number)
+            ]
             names = [f"{step}-{num_drawn + index}" for index in range(len(prompts))]
             num_drawn += len(prompts)
             for group in self._answered(prompts, names, tally):
@@ -89,12 +102,18 @@ class RolloutCollector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state["prompts"])
 
-    def _answered(self, prompts: Sequence[Prompt], names: Sequence[str], tally: Tally) -> list[Group]:
+    def _answered(
+        self, prompts: Sequence[Prompt], names: Sequence[str], tally: Tally
+    ) -> list[Group]:
         """Generate and score; the groups in the order of the prompts, without samples that failed."""
-        requests = make_requests(prompts, names, self.sampling, self.config.num_return_sequences_in_group)
+        requests = make_requests(
+            prompts, names, self.sampling, self.config.num_return_sequences_in_group
+        )
         prompt_of = dict(zip(names, prompts, strict=True))
         outputs = self.engine.answer_requests(requests)
-        return scored_groups([(prompt_of[output.request_id], output) for output in outputs], self.score, tally)
+        return scored_groups(
+            [(prompt_of[output.request_id], output) for output in outputs], self.score, tally
+        )
 
 
 class Tally:
@@ -135,12 +154,17 @@ class Tally:
             "rollout/samples": float(self.num_samples),
             "rollout/truncated_frac": self.num_truncated / max(self.num_samples, 1),
             "rollout/dropped_samples": float(len(self.dropped)),
-            **{f"rollout/dropped/{reason.replace(' ', '_')}": float(count) for reason, count in reasons.items()},
+            **{
+                f"rollout/dropped/{reason.replace(' ', '_')}": float(count)
+                for reason, count in reasons.items()
+            },
         }
 
 
 def scored_groups(
-    answers: Sequence[tuple[Prompt, GenerationOutput]], score: Callable[[list[Sample]], list[Verdict]], tally: Tally
+    answers: Sequence[tuple[Prompt, GenerationOutput]],
+    score: Callable[[list[Sample]], list[Verdict]],
+    tally: Tally,
 ) -> list[Group]:
     """The samples in groups, in the order of their first sample, each with its score; failures are dropped."""
     found = [(sample_of(prompt, output), output.error) for prompt, output in answers]
@@ -148,13 +172,17 @@ def scored_groups(
     return group_samples(samples, score(samples) if samples else [], tally)
 
 
-def group_samples(samples: Sequence[Sample], verdicts: Sequence[Verdict], tally: Tally) -> list[Group]:
+def group_samples(
+    samples: Sequence[Sample], verdicts: Sequence[Verdict], tally: Tally
+) -> list[Group]:
     groups: dict[str, Group] = {}
     for sample, verdict in zip(samples, verdicts, strict=True):
         if isinstance(verdict, str):
             tally.drop(sample, verdict)
         else:
-            groups.setdefault(sample.group, Group(sample.prompt, sample.group, [])).samples.append(verdict)
+            groups.setdefault(sample.group, Group(sample.prompt, sample.group, [])).samples.append(
+                verdict
+            )
     return list(groups.values())
 
 
@@ -162,7 +190,10 @@ def is_kept(scores: Sequence[float], rule: RewardFilterConfig) -> bool:
     """ROLL's rules, bounds dropped: `mean_filter` keeps threshold_down < mean < threshold_up, `std_filter` keeps
     std > std_threshold (population standard deviation)."""
     if rule.type == "mean_filter":
-        low, high = rule.filter_args.get("threshold_down", -1), rule.filter_args.get("threshold_up", float("inf"))
+        low, high = (
+            rule.filter_args.get("threshold_down", -1),
+            rule.filter_args.get("threshold_up", float("inf")),
+        )
         return low < statistics.fmean(scores) < high
     if rule.type == "std_filter":
         return statistics.pstdev(scores) > rule.filter_args.get("std_threshold", -1)
@@ -179,7 +210,9 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     flat = [max(group.scores) - min(group.scores) <= 1e-6 for group in groups]
     metrics = {"rollout/no_signal_group_frac": sum(flat) / len(groups)}
     for domain, scores in by_domain.items():
-        metrics |= {f"scheduler/{domain}/score/{name}": value for name, value in _summary(scores).items()}
+        metrics |= {
+            f"scheduler/{domain}/score/{name}": value for name, value in _summary(scores).items()
+        }
     return metrics
 
 

@@ -46,7 +46,9 @@ class Sample:
     def oldest_version(self) -> int:
         return min(self.versions, default=0)
 
-    def dropped(self, reason: str, tokenizer: Any, scored: ScoredSample | None = None) -> DroppedSample:
+    def dropped(
+        self, reason: str, tokenizer: Any, scored: ScoredSample | None = None
+    ) -> DroppedSample:
         """What the log of samples says about one that is not trained on."""
         return DroppedSample(
             prompt=self.prompt.text,
@@ -122,16 +124,24 @@ def make_batch(samples: Sequence[Sample], pad_token_id: int) -> DataProto:
     prompt_mask = columns < prompt_lens[:, None]
     response_mask = ~prompt_mask & (columns < lengths[:, None])
     # Column t speaks of token t+1, so the first token of a response stands one column before it.
-    log_probs = placed([sample.log_probs for sample in samples], prompt_lens - 1, width - 1, 0.0, np.float32)
-    versions = placed([sample.versions for sample in samples], prompt_lens - 1, width - 1, -1, np.int64)
+    log_probs = placed(
+        [sample.log_probs for sample in samples], prompt_lens - 1, width - 1, 0.0, np.float32
+    )
+    versions = placed(
+        [sample.versions for sample in samples], prompt_lens - 1, width - 1, -1, np.int64
+    )
     tensors = {
         "input_ids": torch.from_numpy(placed(rows, 0, width, pad_token_id, np.int64)),
         "attention_mask": attention_mask,
         "position_ids": positions(attention_mask),
         "prompt_mask": torch.from_numpy(prompt_mask),
         "response_mask": torch.from_numpy(response_mask.astype(np.int64)),
-        "prompts": torch.from_numpy(placed(prompts, prompt_width - prompt_lens, prompt_width, pad_token_id, np.int64)),
-        "responses": torch.from_numpy(placed(responses, 0, max(int(response_lens.max()), 1), pad_token_id, np.int64)),
+        "prompts": torch.from_numpy(
+            placed(prompts, prompt_width - prompt_lens, prompt_width, pad_token_id, np.int64)
+        ),
+        "responses": torch.from_numpy(
+            placed(responses, 0, max(int(response_lens.max()), 1), pad_token_id, np.int64)
+        ),
         "infer_logprobs": torch.from_numpy(log_probs),
         "policy_versions": torch.from_numpy(versions),
     }
@@ -141,7 +151,9 @@ def make_batch(samples: Sequence[Sample], pad_token_id: int) -> DataProto:
 def _row_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """What is known of each row besides its tokens: the columns of its data file, and where it comes from."""
     names = dict.fromkeys(name for sample in samples for name in sample.prompt.row)
-    columns: dict[str, list[Any]] = {name: [sample.prompt.row.get(name) for sample in samples] for name in names}
+    columns: dict[str, list[Any]] = {
+        name: [sample.prompt.row.get(name) for sample in samples] for name in names
+    }
     return columns | {
         "prompt": [sample.prompt.question for sample in samples],
         "ground_truth": [sample.prompt.ground_truth for sample in samples],
@@ -160,6 +172,8 @@ def scored_batch(groups: Sequence[Group], pad_token_id: int) -> DataProto:
     scored = [entry for group in groups for entry in group.samples]
     batch = make_batch([entry.sample for entry in scored], pad_token_id)
     batch["scores"] = torch.tensor([entry.score for entry in scored], dtype=torch.float32)
-    batch["response_level_rewards"] = torch.tensor([entry.reward for entry in scored], dtype=torch.float32)
+    batch["response_level_rewards"] = torch.tensor(
+        [entry.reward for entry in scored], dtype=torch.float32
+    )
     batch["reward_parts"] = object_column("reward_parts", [entry.parts for entry in scored])
     return batch

@@ -36,7 +36,9 @@ class Scorer:
         for domain, rows in by_domain.items():
             cluster = self.clusters[domain]
             batch = make_batch([samples[row] for row in rows], self.pad_token_id)
-            padded, num_extra = pad_dataproto_to_divisor(batch, cluster.dp_size if len(batch) < cluster.dp_size else 1)
+            padded, num_extra = pad_dataproto_to_divisor(
+                batch, cluster.dp_size if len(batch) < cluster.dp_size else 1
+            )
             compute = cluster.compute_rewards
             if len(by_domain) > 1:  # a reward model has no need to step aside
                 compute = getattr(cluster, "compute_rewards_aside", compute)
@@ -46,7 +48,9 @@ class Scorer:
             result = DataProto.materialize_concat(refs, timeout=self.clusters[domain].rpc_timeout)
             result = unpad_dataproto(result, num_extra)
             for row, verdict in zip(
-                by_domain[domain], self._verdicts([samples[i] for i in by_domain[domain]], result), strict=True
+                by_domain[domain],
+                self._verdicts([samples[i] for i in by_domain[domain]], result),
+                strict=True,
             ):
                 verdicts[row] = verdict
         return verdicts
@@ -59,7 +63,9 @@ class Scorer:
         parts = result["reward_parts"] if "reward_parts" in result else [{}] * len(samples)
         reasons = result["drop_reason"] if "drop_reason" in result else [None] * len(samples)
         verdicts: list[Verdict] = []
-        for sample, score, reward, part, reason in zip(samples, scores, rewards, parts, reasons, strict=True):
+        for sample, score, reward, part, reason in zip(
+            samples, scores, rewards, parts, reasons, strict=True
+        ):
             is_number = math.isfinite(score) and math.isfinite(reward)
             if reason or not is_number:
                 verdicts.append(str(reason or "nan"))

@@ -42,7 +42,9 @@ def validate(
     names = [f"val-{prompt.index}" for prompt in prompts]
     prompt_of = dict(zip(names, prompts, strict=True))
     outputs = generate(make_requests(prompts, names, sampling.params, sampling.num_samples))
-    return scored_groups([(prompt_of[output.request_id], output) for output in outputs], score, tally)
+    return scored_groups(
+        [(prompt_of[output.request_id], output) for output in outputs], score, tally
+    )
 
 
 def val_metrics(groups: Sequence[Group], tally: Tally) -> dict[str, float]:

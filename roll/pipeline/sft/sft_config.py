@@ -47,7 +47,9 @@ class SFTConfig(BaseConfig):
     stop_at_exact_match: Fraction | None = None
     """Stop at the first validation where this share of rows is answered exactly as in the file; null never does."""
 
-    default_worker_cls: ClassVar[dict[str, str]] = {"actor_train": "roll.pipeline.sft.sft_worker.SFTWorker"}
+    default_worker_cls: ClassVar[dict[str, str]] = {
+        "actor_train": "roll.pipeline.sft.sft_worker.SFTWorker"
+    }
 
     def default_model(self, role_name: str) -> str | None:
         return self.pretrain
@@ -78,15 +80,28 @@ class SFTConfig(BaseConfig):
         problems = super()._problems()
         if self.stop_at_exact_match is not None and self.validation is None:
             expected = "null, because there is no validation to measure it"
-            problems.append(wrong("stop_at_exact_match", self.stop_at_exact_match, expected, "set validation"))
+            problems.append(
+                wrong("stop_at_exact_match", self.stop_at_exact_match, expected, "set validation")
+            )
         return problems
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
         if self.actor_train.data_args is None or not self.actor_train.data_args.files:
-            problems.append(Problem("actor_train.data_args.file_name", "missing; name the file of prompts and answers"))
-        if self.validation is not None and not (self.validation.data_args and self.validation.data_args.files):
-            problems.append(Problem("validation.data_args.file_name", "missing; name a file of prompts and answers"))
+            problems.append(
+                Problem(
+                    "actor_train.data_args.file_name",
+                    "missing; name the file of prompts and answers",
+                )
+            )
+        if self.validation is not None and not (
+            self.validation.data_args and self.validation.data_args.files
+        ):
+            problems.append(
+                Problem(
+                    "validation.data_args.file_name", "missing; name a file of prompts and answers"
+                )
+            )
         return problems
 
     @property

@@ -27,7 +27,10 @@ NUM_SAMPLES = 16  # rows of a validation that the report shows token by token
 class SFTPipeline(BasePipeline):
     """Trains on batches of prompts and answers; validates on rows that it does not train on."""
 
-    progress_metrics: ClassVar[Mapping[str, str]] = {"loss": "actor/loss", "exact match": "val/exact_match"}
+    progress_metrics: ClassVar[Mapping[str, str]] = {
+        "loss": "actor/loss",
+        "exact match": "val/exact_match",
+    }
 
     def __init__(self, pipeline_config: SFTConfig, *, progress: bool | None = None) -> None:
         problems = pipeline_config.missing_for_training()
@@ -107,7 +110,9 @@ class SFTPipeline(BasePipeline):
         goal = self.pipeline_config.stop_at_exact_match
         if goal is None or metrics["val/exact_match"] < goal:
             return False
-        self.stop(f"{metrics['val/exact_match']:.3f} of the validation is answered exactly (asked for: {goal:g})")
+        self.stop(
+            f"{metrics['val/exact_match']:.3f} of the validation is answered exactly (asked for: {goal:g})"
+        )
         return True
 
     def _result(self) -> str:
@@ -119,7 +124,11 @@ class SFTPipeline(BasePipeline):
             self.log(self.global_step, result)
         return f"Validation: loss {result['val/loss']:.4f}, {result['val/exact_match']:.3f} answered exactly."
 
-    def _encode(self, config: SFTConfig, data_args: DataArguments, max_length: int) -> PromptAnswers:
-        answers = encode_table(config, data_args, load_table(data_args.files), self.tokenizer, max_length)
+    def _encode(
+        self, config: SFTConfig, data_args: DataArguments, max_length: int
+    ) -> PromptAnswers:
+        answers = encode_table(
+            config, data_args, load_table(data_args.files), self.tokenizer, max_length
+        )
         logger.info("%s: %s", ", ".join(data_args.files), answers.summary)
         return answers

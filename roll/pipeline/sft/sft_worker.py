@@ -28,7 +28,10 @@ class SFTWorker(ActorWorker):
         """One optimizer step on all rows. Returns no rows, only `meta_info["metrics"]`."""
         metrics: dict[str, Any] = {}
         with self.timed("train_step", metrics):
-            append_to_dict(metrics, self.strategy.train_step(self.strategy.get_data_input(data), self.loss_func))
+            append_to_dict(
+                metrics,
+                self.strategy.train_step(self.strategy.get_data_input(data), self.loss_func),
+            )
         return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, 1)})
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
@@ -44,10 +47,14 @@ class SFTWorker(ActorWorker):
         """For each row, (rows,): `loss` summed over the answer, `tokens` in it, and `correct`, how many of them are the
         most likely next token. A row whose tokens all are is what greedy decoding would answer. And `log_probs`,
         (rows, S-1), of every token of the answer, 0 elsewhere."""
-        results = self.strategy.forward_step(self.strategy.get_data_input(data), self.forward_func_evaluate)
+        results = self.strategy.forward_step(
+            self.strategy.get_data_input(data), self.forward_func_evaluate
+        )
         return DataProto.from_dict(results)
 
-    def forward_func_evaluate(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward_func_evaluate(
+        self, data: DataProto, output_tensor: ModelOutput
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BT = loss_mask(data)
         log_probs_BT, _ = self.score(data, output_tensor, mask_BT)
         labels = data["input_ids"][:, 1:][mask_BT]
@@ -60,6 +67,11 @@ class SFTWorker(ActorWorker):
 
 def _most_likely(logits: ModelOutput) -> Tensor:
     """The most likely token at each of N positions, (N,)."""
-    pieces = [logits[start : start + _POSITIONS_AT_ONCE] for start in range(0, logits.shape[0], _POSITIONS_AT_ONCE)]
-    tensors = (piece.materialize() if isinstance(piece, LinearLogits) else piece for piece in pieces)
+    pieces = [
+        logits[start : start + _POSITIONS_AT_ONCE]
+        for start in range(0, logits.shape[0], _POSITIONS_AT_ONCE)
+    ]
+    tensors = (
+        piece.materialize() if isinstance(piece, LinearLogits) else piece for piece in pieces
+    )
     return torch.cat([tensor.argmax(-1) for tensor in tensors])

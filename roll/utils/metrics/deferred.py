@@ -53,6 +53,12 @@ class DeferredMetrics(MutableMapping[str, float]):
 
 def read_together(metrics: Iterable[Mapping[str, Any]]) -> None:
     """Reads those of them that still wait, in one transfer."""
-    waiting = [(each, each._waiting) for each in metrics if isinstance(each, DeferredMetrics) and each._waiting]
-    for (each, _), values in zip(waiting, all_to_floats([scalars for _, scalars in waiting]), strict=True):
+    waiting = [
+        (each, each._waiting)
+        for each in metrics
+        if isinstance(each, DeferredMetrics) and each._waiting
+    ]
+    for (each, _), values in zip(
+        waiting, all_to_floats([scalars for _, scalars in waiting]), strict=True
+    ):
         each._take(values)

@@ -93,7 +93,12 @@ class MetricsManager:
         response_tokens = float(batch["response_mask"].sum())
         step_seconds = sum(
             self.metrics.get(name, 0.0)
-            for name in ("time/step_generate", "time/ref_log_probs_values", "time/old_log_probs", "time/step_train")
+            for name in (
+                "time/step_generate",
+                "time/ref_log_probs_values",
+                "time/old_log_probs",
+                "time/step_train",
+            )
         )
         phases = {
             "tps": (step_seconds, tokens),
@@ -108,10 +113,17 @@ class MetricsManager:
             self.add_metric(f"system/time/{name}_mean", timer.mean_seconds)
         num_gpus = max(sum(gpus for gpus, _ in resources.values()), 1)
         self.add_metric("system/tps_gpu", self._timers["tps"].tokens_per_second / num_gpus)
-        roles = {"actor_infer": "actor_infer", "actor_infer_response": "actor_infer", "actor_train": "actor_train"}
+        roles = {
+            "actor_infer": "actor_infer",
+            "actor_infer_response": "actor_infer",
+            "actor_train": "actor_train",
+        }
         for phase, role in roles.items():
             gpus, ranks = resources.get(role, (0, 1))
-            speed, key = self._timers[phase].tokens_per_second, phase.replace("_response", "/response")
+            speed, key = (
+                self._timers[phase].tokens_per_second,
+                phase.replace("_response", "/response"),
+            )
             self.add_metric(f"system/{key}/tps_gpu", speed / max(gpus, 1))
             self.add_metric(f"system/{key}/tps_dp", speed / max(ranks, 1))
 
@@ -145,7 +157,9 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         if name in batch and mask_BT.any():
             metrics |= _spread(f"critic/{name}", batch[name][mask_BT].float())
     if "token_level_rewards" in batch and mask_BT.any():
-        metrics |= _spread("critic/token_level_rewards_mean", batch["token_level_rewards"][mask_BT].float())
+        metrics |= _spread(
+            "critic/token_level_rewards_mean", batch["token_level_rewards"][mask_BT].float()
+        )
     if "entropy" in batch and mask_BT.any():
         metrics["critic/entropy/mean"] = batch["entropy"][mask_BT].float().mean()
     for name, rows_B in (("right", right_B), ("error", error_B)):
@@ -180,20 +194,32 @@ def _group_metrics(
         "group/all_incorrect_groups_ratio": (correct_G == 0).float().mean(),
         "group/mixed_groups_ratio": ((correct_G > 0) & (correct_G < 1)).float().mean(),
     }
-    metrics |= _spread("group/response_length_diff", _range_of_groups(response_B, groups_B, num_groups))
+    metrics |= _spread(
+        "group/response_length_diff", _range_of_groups(response_B, groups_B, num_groups)
+    )
     if "advantages" in batch:
         # The mean over a row's tokens: for outcome estimators, the advantage of the row.
         counts_B = mask_BT.sum(-1).clamp(min=1)
         advantage_B = torch.where(mask_BT, batch["advantages"].float(), 0.0).sum(-1) / counts_B
-        metrics |= _spread("group/advantage_diff", _range_of_groups(advantage_B, groups_B, num_groups))
+        metrics |= _spread(
+            "group/advantage_diff", _range_of_groups(advantage_B, groups_B, num_groups)
+        )
         mixed_G = (correct_G > 0) & (correct_G < 1)
         if mixed_G.any():
-            right_G = torch.zeros(num_groups).index_add_(0, groups_B, torch.where(right_B, advantage_B, 0.0))
-            wrong_G = torch.zeros(num_groups).index_add_(0, groups_B, torch.where(right_B, 0.0, advantage_B))
+            right_G = torch.zeros(num_groups).index_add_(
+                0, groups_B, torch.where(right_B, advantage_B, 0.0)
+            )
+            wrong_G = torch.zeros(num_groups).index_add_(
+                0, groups_B, torch.where(right_B, 0.0, advantage_B)
+            )
             num_right_G = correct_G * sizes_G
-            gap_G = (right_G / num_right_G.clamp(min=1)) - (wrong_G / (sizes_G - num_right_G).clamp(min=1))
+            gap_G = (right_G / num_right_G.clamp(min=1)) - (
+                wrong_G / (sizes_G - num_right_G).clamp(min=1)
+            )
             metrics["group/correct_vs_incorrect_advantage_diff/mean"] = gap_G[mixed_G].mean()
-            metrics["group/correct_vs_incorrect_advantage_diff/std"] = gap_G[mixed_G].std(correction=0)
+            metrics["group/correct_vs_incorrect_advantage_diff/std"] = gap_G[mixed_G].std(
+                correction=0
+            )
     return metrics
 
 
@@ -207,7 +233,9 @@ def _range_of_groups(values_B: Tensor, groups_B: Tensor, num_groups: int) -> Ten
 def _is_cut(batch: DataProto, response_B: Tensor) -> Tensor:
     """Rows whose response ended at the length limit."""
     if "finish_reason" in batch:
-        return torch.tensor([reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool)
+        return torch.tensor(
+            [reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool
+        )
     return response_B == batch["responses"].shape[1]
 
 

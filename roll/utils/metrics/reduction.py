@@ -29,17 +29,23 @@ HISTORY_REDUCERS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-def reducer_of(name: str, default: Callable[[np.ndarray], Any] = np.mean) -> Callable[[np.ndarray], Any]:
+def reducer_of(
+    name: str, default: Callable[[np.ndarray], Any] = np.mean
+) -> Callable[[np.ndarray], Any]:
     """The function behind the `@tag` of a metric's name, or `default` if it has none; ValueError for an unknown tag."""
     if "@" not in name:
         return default
     tag = name.rsplit("@", 1)[1].strip()
     if tag not in REDUCERS:
-        raise ValueError(f"metric {name!r} has the unknown tag {tag!r}; known: {', '.join(REDUCERS)}")
+        raise ValueError(
+            f"metric {name!r} has the unknown tag {tag!r}; known: {', '.join(REDUCERS)}"
+        )
     return REDUCERS[tag]
 
 
-def reduce_metrics(metrics: Mapping[str, Any], reduce_func: Callable[[Any], Any] = np.mean) -> dict[str, Any]:
+def reduce_metrics(
+    metrics: Mapping[str, Any], reduce_func: Callable[[Any], Any] = np.mean
+) -> dict[str, Any]:
     """One float for every metric; the names keep their tags. Values are numbers, or sequences of them nested at will.
 
     Lists, tuples, arrays and tensors of any length at any depth count as the numbers in them, each once. An empty
@@ -85,18 +91,26 @@ def aggregate_metrics(
     for name, values in history.items():
         mode = metrics_agg_mode.get(name, "mean")
         if mode not in HISTORY_REDUCERS:
-            raise ValueError(f"metric {name!r} has the unknown mode {mode!r}; known: {', '.join(HISTORY_REDUCERS)}")
-        aggregated[name] = float(HISTORY_REDUCERS[mode](np.asarray([float(value) for value in values])))
+            raise ValueError(
+                f"metric {name!r} has the unknown mode {mode!r}; known: {', '.join(HISTORY_REDUCERS)}"
+            )
+        aggregated[name] = float(
+            HISTORY_REDUCERS[mode](np.asarray([float(value) for value in values]))
+        )
     return aggregated
 
 
 def _numbers(value: Any, name: str) -> Iterator[float]:
     if isinstance(value, torch.Tensor):
         yield from value.detach().double().flatten().tolist()
-    elif isinstance(value, list | tuple | np.ndarray) and not (isinstance(value, np.ndarray) and value.ndim == 0):
+    elif isinstance(value, list | tuple | np.ndarray) and not (
+        isinstance(value, np.ndarray) and value.ndim == 0
+    ):
         for item in value:
             yield from _numbers(item, name)
     elif isinstance(value, int | float | np.number | np.bool_ | np.ndarray):
         yield float(value)
     else:
-        raise TypeError(f"metric {name!r} holds a {type(value).__name__}: {value!r}; expected numbers")
+        raise TypeError(
+            f"metric {name!r} holds a {type(value).__name__}: {value!r}; expected numbers"
+        )

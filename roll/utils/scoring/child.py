@@ -80,7 +80,9 @@ def nursery(control_fd: int) -> NoReturn:
     _serve_pool(control, function, setup["memory_mb"], setup["file"])
 
 
-def _serve_pool(control: socket.socket, function: Function, memory_mb: int, file: str | None) -> NoReturn:
+def _serve_pool(
+    control: socket.socket, function: Function, memory_mb: int, file: str | None
+) -> NoReturn:
     me = os.getpid()
     # What the function's module has started itself lives as long as the pool.
     helpers = set(descendants(me)) if has_children() else set()
@@ -122,7 +124,9 @@ def _serve_pool(control: socket.socket, function: Function, memory_mb: int, file
                 kill_tree(pid)
 
 
-def _fork_worker(control: socket.socket, fd: int, function: Function, memory_mb: int, file: str | None) -> int:
+def _fork_worker(
+    control: socket.socket, fd: int, function: Function, memory_mb: int, file: str | None
+) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:

@@ -38,7 +38,9 @@ def score(
     if format_pattern is not None and not re.search(format_pattern, response, re.DOTALL):
         return 0.0
     found = _parse(after_thinking(response))
-    return float(bool(found) and verify(list(gold), found, timeout_seconds=None, raise_on_error=True))
+    return float(
+        bool(found) and verify(list(gold), found, timeout_seconds=None, raise_on_error=True)
+    )
 
 
 def _parse(text: str) -> list[Any]:

@@ -132,7 +132,10 @@ class ScorePool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -168,13 +171,18 @@ class ScorePool:
             answer = json.loads(ours.makefile("rb", buffering=0).readline() or b"{}")
             ours.settimeout(None)
         except TimeoutError:
-            answer = {"error": f"{self.spec!r} cannot be imported: it was not done after {_START_S:g} seconds"}
+            answer = {
+                "error": f"{self.spec!r} cannot be imported: it was not done after {_START_S:g} seconds"
+            }
         except ConnectionError:
             pass  # it died; `answer` is empty
         if not answer.get("ready"):
             self.close()
             code = process.returncode
-            raise ConfigError(answer.get("error") or f"{self.spec!r} cannot be imported: its process ended with {code}")
+            raise ConfigError(
+                answer.get("error")
+                or f"{self.spec!r} cannot be imported: its process ended with {code}"
+            )
 
     def _drop_processes(self) -> None:
         self._end_processes()
@@ -193,7 +201,10 @@ class ScorePool:
         while not run.is_done:
             self._look_after_workers(run)
             with selectors.DefaultSelector() as selector:
-                for channel in [self._control, *(w.channel for w in self._workers if not w.channel.is_closed)]:
+                for channel in [
+                    self._control,
+                    *(w.channel for w in self._workers if not w.channel.is_closed),
+                ]:
                     selector.register(channel.sock, selectors.EVENT_READ)
                 selector.select(self._seconds_to_next_deadline())
             for worker in self._workers:
@@ -242,17 +253,28 @@ class ScorePool:
     def _read_control(self, run: _Run) -> None:
         for message in self._control.messages():
             if "forked" in message:  # in the order in which they were asked for
-                next(worker for worker in self._workers if worker.pid is None).pid = message["forked"]
+                next(worker for worker in self._workers if worker.pid is None).pid = message[
+                    "forked"
+                ]
                 continue
             crowded = "crowded" in message
             pid = message["crowded"] if crowded else message["ended"]
             for worker in [worker for worker in self._workers if worker.pid == pid]:
                 self._read(worker, run)  # what it said before it ended
-                how = f"more than {MAX_PROCESSES} processes" if crowded else describe_exit(message["status"])
+                how = (
+                    f"more than {MAX_PROCESSES} processes"
+                    if crowded
+                    else describe_exit(message["status"])
+                )
                 self._remove(worker, run, dropped(f"killed: {how}"), is_certain=crowded)
         if self._control.is_closed:  # the nursery was killed, and its workers with it
             for worker in list(self._workers):
-                self._remove(worker, run, dropped("killed: with the process that it runs in"), is_certain=False)
+                self._remove(
+                    worker,
+                    run,
+                    dropped("killed: with the process that it runs in"),
+                    is_certain=False,
+                )
             self._drop_processes()
             self._start_nursery()
 

@@ -48,7 +48,9 @@ def to_score(returned: Any) -> Score:
     if not isinstance(returned, Mapping):
         value = _number(returned)
         if value is None:
-            return dropped(f"type: returned {_describe(returned)}; expected a number, a dict of numbers or None")
+            return dropped(
+                f"type: returned {_describe(returned)}; expected a number, a dict of numbers or None"
+            )
         return Score(value) if math.isfinite(value) else dropped("nan")
     parts: dict[str, float] = {}
     for name, part in returned.items():

@@ -36,7 +36,9 @@ def rows(count: int) -> DataProto:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_batch_comes_back_as_one_batch_in_input_order(cluster_of: MakeCluster, world_size: int) -> None:
+def test_a_batch_comes_back_as_one_batch_in_input_order(
+    cluster_of: MakeCluster, world_size: int
+) -> None:
     cluster = cluster_of(EchoWorker, world_size)
     out = cluster.double(rows(7))
     assert out.batch["y"].tolist() == [0, 2, 4, 6, 8, 10, 12]
@@ -45,7 +47,9 @@ def test_a_batch_comes_back_as_one_batch_in_input_order(cluster_of: MakeCluster,
     assert out.meta_info["metrics"]["rank"] == list(range(world_size))
 
 
-def test_execute_all_sync_of_a_registered_method_dispatches_and_collects(cluster_of: MakeCluster) -> None:
+def test_execute_all_sync_of_a_registered_method_dispatches_and_collects(
+    cluster_of: MakeCluster,
+) -> None:
     out = cluster_of(EchoWorker, 2).execute_all_sync("double", rows(5))
     assert isinstance(out, DataProto)
     assert out.batch["y"].tolist() == [0, 2, 4, 6, 8]
@@ -64,7 +68,9 @@ def test_one_to_all(cluster_of: MakeCluster) -> None:
 def test_all_to_all(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
     assert cluster.own_value([3, 4]) == [30, 41]
-    with pytest.raises(ValueError, match="3 values; ALL_TO_ALL needs one for each of the 2 workers"):
+    with pytest.raises(
+        ValueError, match="3 values; ALL_TO_ALL needs one for each of the 2 workers"
+    ):
         cluster.own_value([1, 2, 3])
 
 
@@ -80,8 +86,14 @@ def test_rank_zero(cluster_of: MakeCluster) -> None:
 
 def test_an_unregistered_method_is_broadcast_or_scattered(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
-    assert cluster.execute_all_sync("plain", 1, b="x") == [(0, (1,), {"b": "x"}), (1, (1,), {"b": "x"})]
-    assert cluster.execute_all_sync("plain", [1, 2], b=[3, 4]) == [(0, (1,), {"b": 3}), (1, (2,), {"b": 4})]
+    assert cluster.execute_all_sync("plain", 1, b="x") == [
+        (0, (1,), {"b": "x"}),
+        (1, (1,), {"b": "x"}),
+    ]
+    assert cluster.execute_all_sync("plain", [1, 2], b=[3, 4]) == [
+        (0, (1,), {"b": 3}),
+        (1, (2,), {"b": 4}),
+    ]
     # One argument that is not a list of two: all of them are broadcast.
     assert cluster.execute_all_sync("plain", [1, 2], b=3)[1] == (1, ([1, 2],), {"b": 3})
     assert cluster.execute_all_sync("plain", [1, 2, 3])[1] == (1, ([1, 2, 3],), {})
@@ -115,7 +127,10 @@ def test_async_methods(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(AsyncWorker, 2)
     assert cluster.double(rows(5)).batch["y"].tolist() == [0, 2, 4, 6, 8]
     assert cluster.execute_all_sync("sync") == [0, 1]
-    with pytest.raises(WorkerError, match=r"echo-[01] \(rank [01] of 2\) failed in fail\(\): ValueError: async.* bad"):
+    with pytest.raises(
+        WorkerError,
+        match=r"echo-[01] \(rank [01] of 2\) failed in fail\(\): ValueError: async.* bad",
+    ):
         cluster.fail()
 
 
@@ -135,7 +150,9 @@ def test_rpc_timeout_names_the_workers_that_have_not_answered(
     with pytest.raises(WorkerTimeoutError) as caught:
         cluster.nap(30)
     message = str(caught.value)
-    assert message.startswith("nap(): 2 of 2 workers had not answered after rpc_timeout=0.3 seconds: ")
+    assert message.startswith(
+        "nap(): 2 of 2 workers had not answered after rpc_timeout=0.3 seconds: "
+    )
     assert "echo-0 (rank 0 of 2), echo-1 (rank 1 of 2)" in message
     assert isinstance(caught.value, TimeoutError)
 
@@ -160,7 +177,13 @@ def test_workers_know_who_they_are(cluster_of: MakeCluster) -> None:
 
 def test_properties(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
-    assert (cluster.world_size, cluster.dp_size, cluster.tp_size, cluster.pp_size, cluster.cp_size) == (2, 2, 1, 1, 1)
+    assert (
+        cluster.world_size,
+        cluster.dp_size,
+        cluster.tp_size,
+        cluster.pp_size,
+        cluster.cp_size,
+    ) == (2, 2, 1, 1, 1)
     assert cluster.get_rank_info(1) == RankInfo(world_size=2, dp_size=2, rank=1, dp_rank=1)
     with pytest.raises(ValueError, match="echo has ranks 0 to 1; there is no rank 2"):
         cluster.get_rank_info(2)
@@ -228,8 +251,13 @@ def test_a_failure_is_one_exception_with_the_original_traceback(cluster_of: Make
         cluster_of(EchoWorker, 2).fail_on(1)
     error = caught.value
     assert type(error) is WorkerError
-    assert str(error).splitlines()[0] == "echo-1 (rank 1 of 2) failed in fail_on(): ValueError: row 3 of rank 1 is bad"
-    assert re.search(r'cluster_workers\.py", line \d+, in fail_on\n    self\._deeper\(rank\)', str(error))
+    assert (
+        str(error).splitlines()[0]
+        == "echo-1 (rank 1 of 2) failed in fail_on(): ValueError: row 3 of rank 1 is bad"
+    )
+    assert re.search(
+        r'cluster_workers\.py", line \d+, in fail_on\n    self\._deeper\(rank\)', str(error)
+    )
     assert re.search(r'cluster_workers\.py", line \d+, in _deeper\n', str(error))
     assert "_backend.py" not in str(error)  # the traceback starts at the method
     assert isinstance(error.__cause__, ValueError)
@@ -238,9 +266,14 @@ def test_a_failure_is_one_exception_with_the_original_traceback(cluster_of: Make
 
 @pytest.mark.parametrize(
     ("method", "text"),
-    [("fail_unpicklable", "UnpicklableError: cannot travel"), ("fail_two_arguments", "row 7, column input_ids")],
+    [
+        ("fail_unpicklable", "UnpicklableError: cannot travel"),
+        ("fail_two_arguments", "row 7, column input_ids"),
+    ],
 )
-def test_exceptions_that_do_not_pickle_arrive_as_text(cluster_of: MakeCluster, method: str, text: str) -> None:
+def test_exceptions_that_do_not_pickle_arrive_as_text(
+    cluster_of: MakeCluster, method: str, text: str
+) -> None:
     with pytest.raises(WorkerError) as caught:
         cluster_of(EchoWorker, 2).execute_all_sync(method)
     assert text in str(caught.value)
@@ -248,7 +281,10 @@ def test_exceptions_that_do_not_pickle_arrive_as_text(cluster_of: MakeCluster, m
 
 
 def test_a_wrong_argument_is_a_failure_of_the_call(cluster_of: MakeCluster) -> None:
-    with pytest.raises(WorkerError, match=r"failed in sleep\(\): TypeError: .*missing 1 required positional argument"):
+    with pytest.raises(
+        WorkerError,
+        match=r"failed in sleep\(\): TypeError: .*missing 1 required positional argument",
+    ):
         cluster_of(EchoWorker, 2).execute_all_sync("sleep")
 
 
@@ -261,22 +297,32 @@ def test_a_cluster_works_on_after_a_failure(cluster_of: MakeCluster) -> None:
 
 def test_a_failed_constructor(backend: str) -> None:
     manager = ResourceManager(backend=backend)
-    with pytest.raises(WorkerError, match=r"bad-0 \(rank 0 of 1\) failed in __init__\(\): RuntimeError: it cannot be"):
+    with pytest.raises(
+        WorkerError,
+        match=r"bad-0 \(rank 0 of 1\) failed in __init__\(\): RuntimeError: it cannot be",
+    ):
         Cluster("bad", FailsToConstruct, manager, SimpleNamespace())
 
 
 def test_a_constructor_that_forgets_its_base() -> None:
-    with pytest.raises(WorkerError, match=r"ForgetsItsBase.__init__ does not call super\(\).__init__\(worker_config\)"):
+    with pytest.raises(
+        WorkerError,
+        match=r"ForgetsItsBase.__init__ does not call super\(\).__init__\(worker_config\)",
+    ):
         new_local(ForgetsItsBase)
 
 
 def test_unknown_methods(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
-    with pytest.raises(AttributeError, match=r"EchoWorker has no method 'dubble'; did you mean 'double'\?"):
+    with pytest.raises(
+        AttributeError, match=r"EchoWorker has no method 'dubble'; did you mean 'double'\?"
+    ):
         cluster.dubble(rows(2))
     with pytest.raises(AttributeError, match="EchoWorker has no method 'dubble'"):
         cluster.execute_all_sync("dubble")
-    with pytest.raises(AttributeError, match=r"EchoWorker\.plain is not registered; .* execute_all_sync\('plain'\)"):
+    with pytest.raises(
+        AttributeError, match=r"EchoWorker\.plain is not registered; .* execute_all_sync\('plain'\)"
+    ):
         cluster.plain()
     with pytest.raises(AttributeError, match="has no method '_deeper'"):
         cluster.execute_rank_zero_sync("_deeper", 1)
@@ -286,16 +332,22 @@ def test_a_cluster_that_was_shut_down_says_so() -> None:
     with new_local(EchoWorker) as cluster:
         assert cluster.tell("a") == ["0:a"]
     cluster.shutdown()
-    with pytest.raises(WorkerError, match=r"echo was shut down; tell\(\) cannot be called any more"):
+    with pytest.raises(
+        WorkerError, match=r"echo was shut down; tell\(\) cannot be called any more"
+    ):
         cluster.tell("a")
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
-def new_local(worker_cls: Any, world_size: int = 1, rpc_timeout: float | None = None, **fields: Any) -> Cluster:
+def new_local(
+    worker_cls: Any, world_size: int = 1, rpc_timeout: float | None = None, **fields: Any
+) -> Cluster:
     config = SimpleNamespace(world_size=world_size, **fields)
-    return Cluster("echo", worker_cls, ResourceManager(backend="local"), config, rpc_timeout=rpc_timeout)
+    return Cluster(
+        "echo", worker_cls, ResourceManager(backend="local"), config, rpc_timeout=rpc_timeout
+    )
 
 
 def test_worker_cls_may_be_a_dotted_path() -> None:
@@ -312,7 +364,10 @@ def test_worker_cls_may_be_a_ray_actor_class() -> None:
 @pytest.mark.parametrize(
     ("worker_cls", "message"),
     [
-        ("EchoWorker", "'EchoWorker' is not a dotted path to a class; expected 'package.module.Class'"),
+        (
+            "EchoWorker",
+            "'EchoWorker' is not a dotted path to a class; expected 'package.module.Class'",
+        ),
         ("no_such_module.EchoWorker", "there is no module 'no_such_module'"),
         ("cluster_workers.NoSuchWorker", "module cluster_workers has no 'NoSuchWorker'"),
         ("cluster_workers.Payload", "is not a subclass of roll.distributed.executor.worker.Worker"),
@@ -329,7 +384,9 @@ def test_a_registered_method_must_not_hide_the_cluster(name: str) -> None:
     def method(self: Worker) -> None: ...
 
     taken = type("Taken", (Worker,), {name: register(dispatch_mode=Dispatch.ONE_TO_ALL)(method)})
-    with pytest.raises(ConfigError, match=f"Taken.{name} is registered, but Cluster.{name} means something else"):
+    with pytest.raises(
+        ConfigError, match=f"Taken.{name} is registered, but Cluster.{name} means something else"
+    ):
         new_local(taken)
 
 
@@ -373,7 +430,12 @@ def test_where_rpc_timeout_comes_from() -> None:
     assert new_local(EchoWorker, rpc_timeout=5).rpc_timeout == 5
     manager = ResourceManager()
     assert Cluster("echo", EchoWorker, manager, SimpleNamespace(rpc_timeout=6)).rpc_timeout == 6
-    assert Cluster("echo", EchoWorker, manager, SimpleNamespace(rpc_timeout=6), rpc_timeout=5).rpc_timeout == 5
+    assert (
+        Cluster(
+            "echo", EchoWorker, manager, SimpleNamespace(rpc_timeout=6), rpc_timeout=5
+        ).rpc_timeout
+        == 5
+    )
     with pytest.raises(ConfigError, match="rpc_timeout=0: expected a number of seconds above 0"):
         new_local(EchoWorker, rpc_timeout=0)
 
@@ -391,7 +453,9 @@ def test_max_concurrency() -> None:
         cluster = new_local(worker_cls, **fields)
         from roll.distributed.executor.cluster import _Role
 
-        return cluster._specs(_Role.read(cluster.worker_config), ResourceManager())[0].max_concurrency
+        return cluster._specs(_Role.read(cluster.worker_config), ResourceManager())[
+            0
+        ].max_concurrency
 
     assert concurrency(EchoWorker) == 1
     assert concurrency(AsyncWorker) == 1000

@@ -79,7 +79,9 @@ cluster = Cluster("role", EchoWorker, ResourceManager(), SimpleNamespace(world_s
 print(cluster.double(DataProto.from_dict({"x": torch.arange(3)})).batch["y"].tolist(), "ray" in sys.modules)
 """
     repository = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[0, 2, 4] False\n"
 
 
@@ -97,7 +99,9 @@ def test_async_methods_work_inside_a_running_event_loop() -> None:
 
 def test_an_async_method_that_waits_for_its_own_cluster_is_told_so() -> None:
     cluster = local(MoreWorker)
-    with pytest.raises(WorkerError, match=r"waits for async methods of its own cluster.*blocking=False and await"):
+    with pytest.raises(
+        WorkerError, match=r"waits for async methods of its own cluster.*blocking=False and await"
+    ):
         cluster.call_own_cluster(cluster)
     assert cluster.await_own_cluster(cluster) == [[None]]
 
@@ -161,7 +165,9 @@ def test_system_envs_are_not_applied_and_the_difference_is_named(
 
 
 def test_a_local_cluster_cannot_be_pickled() -> None:
-    with pytest.raises(TypeError, match="workers in this process cannot be reached from another one"):
+    with pytest.raises(
+        TypeError, match="workers in this process cannot be reached from another one"
+    ):
         pickle.dumps(local(EchoWorker))
 
 
@@ -174,7 +180,11 @@ def test_gpus_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -
         "role.device_mapping=[0]; or on CPU: role.device_mapping=null role.world_size=1"
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"To run it on CPU: role\.device_mapping=null role\.world_size=1"):
+    with pytest.raises(
+        ConfigError, match=r"To run it on CPU: role\.device_mapping=null role\.world_size=1"
+    ):
         local(EchoWorker, world_size=1, device_mapping=[0])
-    with pytest.raises(ConfigError, match="names GPUs of a second machine, but its workers run in this process"):
+    with pytest.raises(
+        ConfigError, match="names GPUs of a second machine, but its workers run in this process"
+    ):
         local(EchoWorker, world_size=1, device_mapping=[8])

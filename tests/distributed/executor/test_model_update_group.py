@@ -12,9 +12,14 @@ from roll.distributed.strategy.weight_sync import TensorSpec, checksum, compare_
 
 
 def clusters(folder, *, backend, workers=1, **options):
-    config = make_config("dpo", folder, workers=workers, training_args={"learning_rate": 1e-2}, **options)
+    config = make_config(
+        "dpo", folder, workers=workers, training_args={"learning_rate": 1e-2}, **options
+    )
     resources = ResourceManager(0, 1, backend=backend)
-    pair = [Cluster(role, PROBES["dpo"], resources, getattr(config, role)) for role in ("actor_train", "reference")]
+    pair = [
+        Cluster(role, PROBES["dpo"], resources, getattr(config, role))
+        for role in ("actor_train", "reference")
+    ]
     for cluster in pair:
         cluster.initialize(config)
     return pair
@@ -48,11 +53,16 @@ def test_roles_of_one_process_share_their_weights(tmp_path):
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("hf_train", {"model_args": {"lora_target": "q_proj,o_proj", "lora_rank": 4}}), ("fsdp2_train", {})],
+    [
+        ("hf_train", {"model_args": {"lora_target": "q_proj,o_proj", "lora_rank": 4}}),
+        ("fsdp2_train", {}),
+    ],
 )
 def test_weights_are_broadcast_in_buckets_between_processes(tmp_path, strategy, options):
     workers = 2 if strategy == "fsdp2_train" else 1
-    train, infer = clusters(make_model_folder(tmp_path), backend="ray", strategy=strategy, workers=workers, **options)
+    train, infer = clusters(
+        make_model_folder(tmp_path), backend="ray", strategy=strategy, workers=workers, **options
+    )
     with train, infer:
         if options:
             # A reference without adapter: what arrives are the merged weights, which round differently.
@@ -69,7 +79,11 @@ def test_a_bucket_holds_one_dtype_and_at_most_its_size():
     specs = [TensorSpec("a", (4,), full), TensorSpec("b", (4,), full), TensorSpec("c", (4,), half)]
     specs.append(TensorSpec("large", (100,), half))
     plan = plan_sync(specs, 32)
-    assert [[spec.name for spec in bucket] for bucket in plan.buckets] == [["a", "b"], ["c"], ["large"]]
+    assert [[spec.name for spec in bucket] for bucket in plan.buckets] == [
+        ["a", "b"],
+        ["c"],
+        ["large"],
+    ]
     assert plan.sampled_names == {"a", "b", "c", "large"}
 
 

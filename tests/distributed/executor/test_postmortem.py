@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from roll.distributed.executor import postmortem
-from roll.distributed.executor.postmortem import ProcessRecord, explain_death, oom_kill_count, stack_of
-
-CONNECTION_LOST = (
-    "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: ..."
+from roll.distributed.executor.postmortem import (
+    ProcessRecord,
+    explain_death,
+    oom_kill_count,
+    stack_of,
 )
+
+CONNECTION_LOST = "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: ..."
 
 SEGFAULT = """
 *** SIGSEGV received at time=1794730076 on cpu 1 ***
@@ -40,7 +43,10 @@ def test_sigkill(tmp_path: Path) -> None:
 
 
 def test_exit_code_that_ray_reports(tmp_path: Path) -> None:
-    assert explain_death(record(tmp_path), "Worker exits with an exit code 4.") == "it exited with exit code 4"
+    assert (
+        explain_death(record(tmp_path), "Worker exits with an exit code 4.")
+        == "it exited with exit code 4"
+    )
 
 
 def test_exit_code_in_the_last_words(tmp_path: Path) -> None:
@@ -57,7 +63,9 @@ def test_a_fatal_signal_with_the_frames_of_the_method(tmp_path: Path) -> None:
 
 
 def test_of_several_threads_the_one_that_runs_the_method_counts(tmp_path: Path) -> None:
-    other_thread = 'Thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 5 in wait\n\n'
+    other_thread = (
+        'Thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 5 in wait\n\n'
+    )
     dump = SEGFAULT.replace("Stack (most", other_thread + "Current thread 0x2 (most")
     assert explain_death(record(tmp_path, dump), CONNECTION_LOST) == explain_death(
         record(tmp_path, SEGFAULT), CONNECTION_LOST
@@ -130,7 +138,9 @@ def test_a_real_process(tmp_path: Path, what: str) -> None:
     try:
         if what == "hang":
             assert process.stdout.readline() == "at work\n"
-            assert [line.rsplit(" ", 1)[1] for line in stack_of(about).splitlines()] == ["work_in_vain"]
+            assert [line.rsplit(" ", 1)[1] for line in stack_of(about).splitlines()] == [
+                "work_in_vain"
+            ]
             assert process.poll() is None  # looking does not disturb it
             os.kill(process.pid, signal.SIGKILL)
         process.wait()

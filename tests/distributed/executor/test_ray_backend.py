@@ -42,7 +42,9 @@ def start(worker_cls: type, world_size: int, name: str = "echo", **config: Any) 
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[Cluster]:
-    with start(EchoWorker, 2, system_envs={"ROLL_TEST_COLOUR": "green", "LOCAL_RANK": 5}) as cluster:
+    with start(
+        EchoWorker, 2, system_envs={"ROLL_TEST_COLOUR": "green", "LOCAL_RANK": 5}
+    ) as cluster:
         yield cluster
 
 
@@ -88,7 +90,10 @@ def test_every_worker_is_a_process_with_its_environment(echo: Cluster) -> None:
 def test_handles_and_references_are_rays_own(echo: Cluster) -> None:
     import ray
 
-    assert ray.get([worker.plain.remote(1) for worker in echo.workers]) == [(0, (1,), {}), (1, (1,), {})]
+    assert ray.get([worker.plain.remote(1) for worker in echo.workers]) == [
+        (0, (1,), {}),
+        (1, (1,), {}),
+    ]
     assert ray.get(echo.tell("a", blocking=False)) == ["0:a", "1:a"]
     with pytest.raises(WorkerError, match="row 3 of rank 0 is bad"):
         ray.get(echo.fail_on(0, blocking=False)[0])
@@ -102,12 +107,15 @@ def test_an_exception_of_two_arguments_arrives_as_text(echo: Cluster) -> None:
 
 def test_an_argument_that_does_not_arrive(echo: Cluster) -> None:
     with pytest.raises(
-        WorkerError, match=r"echo-[01] \(rank [01] of 2\) failed in plain\(\): [^\x1b]*it broke on the way"
+        WorkerError,
+        match=r"echo-[01] \(rank [01] of 2\) failed in plain\(\): [^\x1b]*it broke on the way",
     ):
         echo.execute_all_sync("plain", BreaksOnTheWay())
 
 
-def test_what_several_workers_get_is_stored_once(echo: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_several_workers_get_is_stored_once(
+    echo: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     stored: list[Any] = []
@@ -117,7 +125,9 @@ def test_what_several_workers_get_is_stored_once(echo: Cluster, monkeypatch: pyt
     assert echo.execute_all_sync("sum_of", payload) == [6, 6]
     assert stored == [payload]
     echo.tell("a")  # small values travel with the call
-    echo.execute_all_sync("sum_of", [Payload([1]), Payload([2])])  # so does what only one worker gets
+    echo.execute_all_sync(
+        "sum_of", [Payload([1]), Payload([2])]
+    )  # so does what only one worker gets
     assert stored == [payload]
 
 
@@ -140,10 +150,17 @@ def test_a_failure_is_known_before_slow_workers_answer(echo: Cluster, tmp_path: 
     echo.execute_all_sync("pid")  # returns once the slow one is free again
 
 
-def test_a_timeout_says_where_the_workers_are(echo: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_says_where_the_workers_are(
+    echo: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(echo, "rpc_timeout", 5)
-    message = raised(lambda: echo.execute_all_sync("wait_unless", 0, str(tmp_path / "now")), WorkerTimeoutError)
-    assert "wait_unless(): 1 of 2 workers had not answered after rpc_timeout=5 seconds: echo-1 (rank 1 of 2)" in message
+    message = raised(
+        lambda: echo.execute_all_sync("wait_unless", 0, str(tmp_path / "now")), WorkerTimeoutError
+    )
+    assert (
+        "wait_unless(): 1 of 2 workers had not answered after rpc_timeout=5 seconds: echo-1 (rank 1 of 2)"
+        in message
+    )
     assert "echo-1 is here (most recent call first):\n" in message
     assert 'cluster_workers.py", line' in message and "in wait_unless" in message
     monkeypatch.undo()
@@ -173,7 +190,9 @@ def test_a_group_of_four_and_the_death_of_one(tmp_path: Path) -> None:
         assert "The other 3 worker(s) of group were stopped." in message
         assert are_gone(pids)
 
-        with pytest.raises(WorkerDiedError, match=r"all_reduce_except\(\) cannot be called: group-2 .*SIGKILL"):
+        with pytest.raises(
+            WorkerDiedError, match=r"all_reduce_except\(\) cannot be called: group-2 .*SIGKILL"
+        ):
             cluster.all_reduce_except(2)
         with pytest.raises(WorkerDiedError, match=r"pid\(\) did not finish: group-2 .*SIGKILL"):
             cluster.gather(under_way, "pid")
@@ -209,7 +228,9 @@ def test_other_ways_to_die(how: str, reason: str) -> None:
 def test_gpus_are_shown_by_the_numbers_of_device_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     manager = ResourceManager(num_gpus_per_node=4, backend="ray")
-    with Cluster("infer", EchoWorker, manager, SimpleNamespace(world_size=2, device_mapping=[3, 1])) as cluster:
+    with Cluster(
+        "infer", EchoWorker, manager, SimpleNamespace(world_size=2, device_mapping=[3, 1])
+    ) as cluster:
         shown = cluster.execute_all_sync("environment", "CUDA_VISIBLE_DEVICES")
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in shown] == ["3", "1"]
         identities = cluster.execute_all_sync("identity")
@@ -217,17 +238,30 @@ def test_gpus_are_shown_by_the_numbers_of_device_mapping(monkeypatch: pytest.Mon
         assert [identity["device_index"] for identity in identities] == [0, 0]
         # Another role on the same GPUs: the reservation is shared.
         with Cluster(
-            "train", EchoWorker, manager, SimpleNamespace(device_mapping=[2, 3], num_gpus_per_worker=2)
+            "train",
+            EchoWorker,
+            manager,
+            SimpleNamespace(device_mapping=[2, 3], num_gpus_per_worker=2),
         ) as other:
-            assert other.execute_all_sync("environment", "CUDA_VISIBLE_DEVICES") == [{"CUDA_VISIBLE_DEVICES": "2,3"}]
+            assert other.execute_all_sync("environment", "CUDA_VISIBLE_DEVICES") == [
+                {"CUDA_VISIBLE_DEVICES": "2,3"}
+            ]
             # The CPUs are shared out: Ray alone would give a worker one thread, however many CPUs there are.
-            assert (cluster.execute_all_sync("threads"), other.execute_all_sync("threads")) == ([1, 1], [2])
+            assert (cluster.execute_all_sync("threads"), other.execute_all_sync("threads")) == (
+                [1, 1],
+                [2],
+            )
 
 
 def test_gpus_that_the_cluster_does_not_have() -> None:
     manager = ResourceManager(num_gpus_per_node=8, backend="ray")
     with pytest.raises(ConfigError) as caught:
-        Cluster("actor_train", EchoWorker, manager, SimpleNamespace(world_size=6, device_mapping=[0, 1, 2, 3, 4, 5]))
+        Cluster(
+            "actor_train",
+            EchoWorker,
+            manager,
+            SimpleNamespace(world_size=6, device_mapping=[0, 1, 2, 3, 4, 5]),
+        )
     message = str(caught.value)
     assert "actor_train.device_mapping gives actor_train-4-G4 GPU 4 of node 0" in message
     assert "the Ray cluster has 1 node(s) with [4] GPUs" in message
@@ -237,7 +271,10 @@ def test_gpus_that_the_cluster_does_not_have() -> None:
 
 def test_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.distributed.executor.ray_backend._BOOKED", 1000)
-    with pytest.raises(WorkerTimeoutError, match=r"no process for echo-0 after rpc_timeout=1 seconds; Ray has .*CPU"):
+    with pytest.raises(
+        WorkerTimeoutError,
+        match=r"no process for echo-0 after rpc_timeout=1 seconds; Ray has .*CPU",
+    ):
         start(EchoWorker, 1, rpc_timeout=1)
 
 
@@ -278,7 +315,9 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         while "READY" not in printed[-1]:
             printed.append(next(program.stdout))
         # Nothing but the program's own line: no banner, and no warning but that a busy machine takes its time.
-        assert [line for line in printed if "still waiting for the processes of" not in line] == ["READY\n"]
+        assert [line for line in printed if "still waiting for the processes of" not in line] == [
+            "READY\n"
+        ]
         children = psutil.Process(program.pid).children(recursive=True)
         assert len([child for child in children if "GroupWorker" in child.name()]) == 2
         os.killpg(program.pid, signal.SIGINT)
@@ -298,11 +337,22 @@ def test_the_example_prints_the_same_in_process_and_on_ray(workers: int) -> None
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
     def printed(backend: str, count: int) -> str:
-        command = [sys.executable, "examples/cluster.py", "--backend", backend, "--workers", str(count)]
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+        command = [
+            sys.executable,
+            "examples/cluster.py",
+            "--backend",
+            backend,
+            "--workers",
+            str(count),
+        ]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+        )
         return done.stdout
 
-    expected = "every worker has weight 0.5: True\n" + "".join(f"row {i}: {2 * i + 0.5:g}\n" for i in range(10))
+    expected = "every worker has weight 0.5: True\n" + "".join(
+        f"row {i}: {2 * i + 0.5:g}\n" for i in range(10)
+    )
     assert printed("local", workers) == expected
     assert printed("ray", workers) == expected
 

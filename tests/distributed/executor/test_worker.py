@@ -15,7 +15,12 @@ CONFIG = SimpleNamespace(backend_timeout=1)
 
 def test_a_worker_constructed_alone_is_a_world_of_one() -> None:
     worker = Worker(CONFIG)
-    assert (worker.rank, worker.world_size, worker.worker_name, worker.device_index) == (0, 1, "worker-0", None)
+    assert (worker.rank, worker.world_size, worker.worker_name, worker.device_index) == (
+        0,
+        1,
+        "worker-0",
+        None,
+    )
     assert worker.rank_info == RankInfo()
     assert worker.get_rank_info().is_pipeline_last_stage
     assert worker.worker_config is CONFIG
@@ -23,9 +28,16 @@ def test_a_worker_constructed_alone_is_a_world_of_one() -> None:
 
 
 def test_the_context_says_who_a_worker_is() -> None:
-    with worker_context(WorkerContext(rank=2, world_size=4, cluster_name="actor", worker_name="actor-2")):
+    with worker_context(
+        WorkerContext(rank=2, world_size=4, cluster_name="actor", worker_name="actor-2")
+    ):
         worker = Worker(worker_config=CONFIG)
-    assert (worker.rank, worker.world_size, worker.cluster_name, worker.worker_name) == (2, 4, "actor", "actor-2")
+    assert (worker.rank, worker.world_size, worker.cluster_name, worker.worker_name) == (
+        2,
+        4,
+        "actor",
+        "actor-2",
+    )
     assert worker.rank_info == RankInfo(world_size=4, dp_size=4, rank=2, dp_rank=2)
     assert Worker(CONFIG).world_size == 1  # outside again
 
@@ -102,21 +114,34 @@ def test_a_lone_worker_gets_a_group_of_one(no_group: None) -> None:
     assert value.item() == 2.0
     Worker(CONFIG).init_process_group()  # another role in this process shares it
 
-    with worker_context(WorkerContext(rank=1, world_size=2, worker_name="actor-1", master=("127.0.0.1", 1))):
+    with worker_context(
+        WorkerContext(rank=1, world_size=2, worker_name="actor-1", master=("127.0.0.1", 1))
+    ):
         other = Worker(CONFIG)
-    with pytest.raises(RuntimeError, match=r"actor-1 .* already rank 0 of a torch.distributed group of 1"):
+    with pytest.raises(
+        RuntimeError, match=r"actor-1 .* already rank 0 of a torch.distributed group of 1"
+    ):
         other.init_process_group()
 
 
 def test_workers_in_one_process_cannot_form_a_group() -> None:
-    with worker_context(WorkerContext(rank=1, world_size=2, cluster_name="actor", worker_name="actor-1")):
+    with worker_context(
+        WorkerContext(rank=1, world_size=2, cluster_name="actor", worker_name="actor-1")
+    ):
         worker = Worker(CONFIG)
-    with pytest.raises(RuntimeError, match=r"the 2 workers of actor share one process, .* run them with backend='ray'"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"the 2 workers of actor share one process, .* run them with backend='ray'",
+    ):
         worker.init_process_group()
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_forever(no_group: None) -> None:
-    with worker_context(WorkerContext(rank=0, world_size=2, worker_name="actor-0", master=("127.0.0.1", free_port()))):
+    with worker_context(
+        WorkerContext(
+            rank=0, world_size=2, worker_name="actor-0", master=("127.0.0.1", free_port())
+        )
+    ):
         worker = Worker(CONFIG)
     with pytest.raises(torch.distributed.DistStoreError, match="Timed out"):
         worker.init_process_group(timeout=timedelta(seconds=1))

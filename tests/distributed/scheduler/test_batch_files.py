@@ -17,16 +17,25 @@ from roll.exceptions import DataError
 
 
 def make() -> DataProto:
-    return DataProto.from_dict({"z": torch.arange(3), "a": torch.ones(3, 2)}, {"t": ["x", "y", "z"]}, {"step": 1})
+    return DataProto.from_dict(
+        {"z": torch.arange(3), "a": torch.ones(3, 2)}, {"t": ["x", "y", "z"]}, {"step": 1}
+    )
 
 
 def test_the_folder_holds_safetensors_and_json(tmp_path):
     make().save(tmp_path / "new" / "dump")
-    assert sorted(path.name for path in (tmp_path / "new" / "dump").iterdir()) == ["data.json", "tensors.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "new" / "dump").iterdir()) == [
+        "data.json",
+        "tensors.safetensors",
+    ]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["dump"]
     assert load_file(tmp_path / "new" / "dump" / "tensors.safetensors")["z"].tolist() == [0, 1, 2]
     document = json.loads((tmp_path / "new" / "dump" / "data.json").read_text())
-    assert document["rows"] == 3 and document["columns"] == ["z", "a"] and document["meta_info"] == {"step": 1}
+    assert (
+        document["rows"] == 3
+        and document["columns"] == ["z", "a"]
+        and document["meta_info"] == {"step": 1}
+    )
     assert document["non_tensor_batch"] == {"t": ["x", "y", "z"]}
 
 
@@ -40,7 +49,9 @@ def test_columns_keep_their_order_and_take_a_string_path(tmp_path):
 
 @pytest.mark.parametrize("dtype", sorted(batch_files._SAFETENSORS_DTYPES, key=str), ids=str)
 def test_every_dtype_and_empty_shape(tmp_path, dtype):
-    data = DataProto.from_dict({"x": torch.tensor([[0.0], [1.0]]).to(dtype), "none": torch.empty(2, 0).to(dtype)})
+    data = DataProto.from_dict(
+        {"x": torch.tensor([[0.0], [1.0]]).to(dtype), "none": torch.empty(2, 0).to(dtype)}
+    )
     data.save(tmp_path / "a")
     data[:0].save(tmp_path / "b")
     loaded = DataProto.load(tmp_path / "a")
@@ -51,7 +62,9 @@ def test_every_dtype_and_empty_shape(tmp_path, dtype):
 
 def test_views_and_columns_on_the_same_memory(tmp_path):
     base = torch.arange(12).view(3, 4)
-    data = DataProto.from_dict({"a": base, "b": base, "c": base[:, 1:3], "d": base.t().contiguous().t()})
+    data = DataProto.from_dict(
+        {"a": base, "b": base, "c": base[:, 1:3], "d": base.t().contiguous().t()}
+    )
     data[1:].save(tmp_path / "dump")
     loaded = DataProto.load(tmp_path / "dump")
     for key in "abcd":
@@ -62,7 +75,9 @@ def test_views_and_columns_on_the_same_memory(tmp_path):
 
 
 def test_no_columns_no_rows_and_no_tensors(tmp_path):
-    for i, data in enumerate([DataProto(meta_info={"k": None}), DataProto(TensorDict({}, batch_size=[3]))]):
+    for i, data in enumerate(
+        [DataProto(meta_info={"k": None}), DataProto(TensorDict({}, batch_size=[3]))]
+    ):
         data.save(tmp_path / str(i))
         loaded = DataProto.load(tmp_path / str(i))
         assert len(loaded) == len(data) and (loaded.batch is None) == (data.batch is None)
@@ -98,14 +113,22 @@ def test_values_that_json_does_not_know(tmp_path):
     DataProto(meta_info=meta).save(tmp_path / "dump")
     loaded = DataProto.load(tmp_path / "dump").meta_info
     assert str(loaded["float"]) == str(meta["float"])
-    assert loaded["int"] == 2**80 and loaded["text"] == meta["text"] and loaded["tuple"] == meta["tuple"]
+    assert (
+        loaded["int"] == 2**80
+        and loaded["text"] == meta["text"]
+        and loaded["tuple"] == meta["tuple"]
+    )
     assert loaded["keys"] == {1: "int", (2, "b"): "tuple", None: "none", "$float": "nan"}
     for new, old in zip(loaded["numpy"], meta["numpy"], strict=True):
         assert type(new) is type(old) and new.tobytes() == old.tobytes()
     for new, old in zip(loaded["arrays"], meta["arrays"], strict=True):
         assert new.dtype == old.dtype and new.tolist() == old.tolist()
     loaded["arrays"][0][0, 0] = 7  # writable
-    assert loaded["tensor"].dtype == torch.bfloat16 and loaded["tensor"][0, 0] == 1.5 and loaded["tensor"].isnan()[0, 1]
+    assert (
+        loaded["tensor"].dtype == torch.bfloat16
+        and loaded["tensor"][0, 0] == 1.5
+        and loaded["tensor"].isnan()[0, 1]
+    )
     assert type(loaded["default"]) is dict and loaded["default"] == {"a": [1]}
 
 
@@ -116,16 +139,31 @@ def test_values_that_json_does_not_know(tmp_path):
             DataProto(meta_info={"a": {"b": [1, {2}]}}),
             r"meta_info\['a'\]\['b'\]\[1\] is a builtins.set, which",
         ),
-        (DataProto(meta_info={"f": print}), r"meta_info\['f'\] is a builtins.builtin_function_or_method"),
+        (
+            DataProto(meta_info={"f": print}),
+            r"meta_info\['f'\] is a builtins.builtin_function_or_method",
+        ),
         (DataProto(meta_info={"p": Path("x")}), r"meta_info\['p'\] is a pathlib.*Path"),
-        (DataProto(meta_info={"k": {b"x": 1}}), r"key b'x' of meta_info\['k'\] is a builtins.bytes"),
-        (DataProto(meta_info={"v": np.zeros(1, dtype="i4,f4")}), r"meta_info\['v'\] is a numpy.ndarray"),
-        (DataProto.from_dict({}, {"t": ["a", 1j]}), r"non_tensor_batch\['t'\], row 1 is a builtins.complex"),
+        (
+            DataProto(meta_info={"k": {b"x": 1}}),
+            r"key b'x' of meta_info\['k'\] is a builtins.bytes",
+        ),
+        (
+            DataProto(meta_info={"v": np.zeros(1, dtype="i4,f4")}),
+            r"meta_info\['v'\] is a numpy.ndarray",
+        ),
+        (
+            DataProto.from_dict({}, {"t": ["a", 1j]}),
+            r"non_tensor_batch\['t'\], row 1 is a builtins.complex",
+        ),
         (
             DataProto.from_dict({"x": torch.ones(1, dtype=torch.complex128)}),
             r"batch\['x'\] is a tensor of torch.complex128",
         ),
-        (DataProto.from_dict({"x": torch.eye(2).to_sparse()}), r"batch\['x'\] is a Tensor, which .* expected dense"),
+        (
+            DataProto.from_dict({"x": torch.eye(2).to_sparse()}),
+            r"batch\['x'\] is a Tensor, which .* expected dense",
+        ),
         (
             DataProto(TensorDict({"n": TensorDict({}, batch_size=[1])}, batch_size=[1])),
             r"batch\['n'\] is a TensorDict, which cannot be saved",
@@ -199,34 +237,70 @@ def array(dtype: str, data: str = "AAAAAAAAAAA=") -> dict:
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda f: (f / "data.json").unlink(), "data.json does not exist: .* is not a saved DataProto"),
+        (
+            lambda f: (f / "data.json").unlink(),
+            "data.json does not exist: .* is not a saved DataProto",
+        ),
         (lambda f: (f / "data.json").write_text("{"), "cannot read .*data.json: Expecting"),
         (lambda f: (f / "data.json").write_bytes(b"\xff\xfe"), "cannot read .*data.json"),
-        (lambda f: (f / "data.json").write_text("[]"), "data.json is not part of a saved DataProto"),
+        (
+            lambda f: (f / "data.json").write_text("[]"),
+            "data.json is not part of a saved DataProto",
+        ),
         (lambda f: edit(f, format="other"), "data.json is not part of a saved DataProto"),
         (lambda f: edit(f, version=2), "data.json has version 2; this program reads version 1"),
         (lambda f: edit(f, rows="many"), "data.json is damaged: ValueError"),
         (lambda f: edit(f, columns=5), "data.json is damaged: TypeError"),
         (lambda f: edit(f, meta_info=[1]), "data.json is damaged: TypeError: meta_info is a list"),
-        (lambda f: edit(f, meta_info={"x": {"$what": 1}}), r"data.json is damaged: ValueError: unknown tag '\$what'"),
-        (lambda f: edit(f, meta_info=array("<f8", "AAA=")), "data.json is damaged: TypeError: buffer is too small"),
-        (lambda f: edit(f, meta_info=array("<f8", "?")), "data.json is damaged: Error"),
-        (lambda f: edit(f, meta_info=array("|O")), r"data.json is damaged: ValueError: an array of '\|O'"),
         (
-            lambda f: edit(f, meta_info={"x": {"$tensor": {"dtype": "int64", "shape": [2], "data": "AAAAAAAAAAA="}}}),
+            lambda f: edit(f, meta_info={"x": {"$what": 1}}),
+            r"data.json is damaged: ValueError: unknown tag '\$what'",
+        ),
+        (
+            lambda f: edit(f, meta_info=array("<f8", "AAA=")),
+            "data.json is damaged: TypeError: buffer is too small",
+        ),
+        (lambda f: edit(f, meta_info=array("<f8", "?")), "data.json is damaged: Error"),
+        (
+            lambda f: edit(f, meta_info=array("|O")),
+            r"data.json is damaged: ValueError: an array of '\|O'",
+        ),
+        (
+            lambda f: edit(
+                f,
+                meta_info={
+                    "x": {"$tensor": {"dtype": "int64", "shape": [2], "data": "AAAAAAAAAAA="}}
+                },
+            ),
             "data.json is damaged: RuntimeError: shape",
         ),
         (
-            lambda f: edit(f, meta_info={"x": {"$tensor": {"dtype": "load", "shape": [1], "data": "AAAA"}}}),
+            lambda f: edit(
+                f, meta_info={"x": {"$tensor": {"dtype": "load", "shape": [1], "data": "AAAA"}}}
+            ),
             "data.json is damaged: TypeError",
         ),
-        (lambda f: edit(f, non_tensor_batch={"t": ["x"]}), r"columns with another number of rows than 3: {'t': 1}"),
-        (lambda f: edit(f, columns=["z"]), r"tensors.safetensors has columns and rows .* expects 3 rows of \['z'\]"),
-        (lambda f: edit(f, rows=4, non_tensor_batch={}), "expects 4 rows of"),
-        (lambda f: (f / "tensors.safetensors").unlink(), r"tensors.safetensors does not exist, but .*\['z', 'a'\]"),
-        (lambda f: (f / "tensors.safetensors").write_bytes(b"junk"), "cannot read .*tensors.safetensors"),
         (
-            lambda f: (f / "tensors.safetensors").write_bytes((f / "tensors.safetensors").read_bytes()[:-3]),
+            lambda f: edit(f, non_tensor_batch={"t": ["x"]}),
+            r"columns with another number of rows than 3: {'t': 1}",
+        ),
+        (
+            lambda f: edit(f, columns=["z"]),
+            r"tensors.safetensors has columns and rows .* expects 3 rows of \['z'\]",
+        ),
+        (lambda f: edit(f, rows=4, non_tensor_batch={}), "expects 4 rows of"),
+        (
+            lambda f: (f / "tensors.safetensors").unlink(),
+            r"tensors.safetensors does not exist, but .*\['z', 'a'\]",
+        ),
+        (
+            lambda f: (f / "tensors.safetensors").write_bytes(b"junk"),
+            "cannot read .*tensors.safetensors",
+        ),
+        (
+            lambda f: (f / "tensors.safetensors").write_bytes(
+                (f / "tensors.safetensors").read_bytes()[:-3]
+            ),
             "cannot read .*tensors.safetensors",
         ),
     ],
@@ -239,5 +313,7 @@ def test_damage_is_named(tmp_path, damage, message):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere/data.json does not exist: .*nowhere is not a saved DataProto"):
+    with pytest.raises(
+        DataError, match=r"nowhere/data.json does not exist: .*nowhere is not a saved DataProto"
+    ):
         DataProto.load(tmp_path / "nowhere")

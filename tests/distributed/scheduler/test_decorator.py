@@ -64,7 +64,11 @@ class TinyCluster:
 
     def execute_all(self, name, *args, **kwargs):
         return [
-            Ref(getattr(worker, name)(*(a[rank] for a in args), **{k: v[rank] for k, v in kwargs.items()}))
+            Ref(
+                getattr(worker, name)(
+                    *(a[rank] for a in args), **{k: v[rank] for k, v in kwargs.items()}
+                )
+            )
             for rank, worker in enumerate(self.workers)
         ]
 
@@ -82,7 +86,9 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
     def double(self, data, factor=None):
-        return DataProto.from_dict({"out": data.batch["x"] * 2, "rank": torch.full((len(data),), self.rank)})
+        return DataProto.from_dict(
+            {"out": data.batch["x"] * 2, "rank": torch.full((len(data),), self.rank)}
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def add(self, value, offset=0):
@@ -102,7 +108,10 @@ class Worker:
 
     @register(
         dispatch_mode={
-            "dispatch_fn": lambda cluster, text: (([text[rank] for rank in range(cluster.world_size)],), {}),
+            "dispatch_fn": lambda cluster, text: (
+                ([text[rank] for rank in range(cluster.world_size)],),
+                {},
+            ),
             "collect_fn": lambda cluster, output: "".join(output),
         }
     )
@@ -162,7 +171,9 @@ def test_the_spec_can_be_read_as_attributes_and_as_a_dict():
     assert spec["dispatch_mode"] is Dispatch.DP_MP_COMPUTE and spec["execute_mode"] is Execute.ALL
     with pytest.raises(KeyError):
         spec["nope"]
-    assert method_spec(Worker, "scatter") == MethodSpec(Dispatch.ALL_TO_ALL, Execute.ALL, clear_cache=True)
+    assert method_spec(Worker, "scatter") == MethodSpec(
+        Dispatch.ALL_TO_ALL, Execute.ALL, clear_cache=True
+    )
 
 
 def test_arguments_of_roll_without_effect_here_are_accepted():
@@ -172,8 +183,16 @@ def test_arguments_of_roll_without_effect_here_are_accepted():
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"dispatch_mode": "ONE_TO_ALL"}, TypeError, "dispatch_mode is a str; expected a Dispatch member or a dict"),
-        ({"dispatch_mode": {"dispatch_fn": print}}, ValueError, r"dispatch_fn and collect_fn.*found \['dispatch_fn'\]"),
+        (
+            {"dispatch_mode": "ONE_TO_ALL"},
+            TypeError,
+            "dispatch_mode is a str; expected a Dispatch member or a dict",
+        ),
+        (
+            {"dispatch_mode": {"dispatch_fn": print}},
+            ValueError,
+            r"dispatch_fn and collect_fn.*found \['dispatch_fn'\]",
+        ),
         (
             {"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}},
             TypeError,
@@ -187,7 +206,10 @@ def test_arguments_of_roll_without_effect_here_are_accepted():
         ),
         (
             {
-                "dispatch_mode": {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all},
+                "dispatch_mode": {
+                    "dispatch_fn": dispatch_one_to_all,
+                    "collect_fn": collect_all_to_all,
+                },
                 "execute_mode": Execute.RANK_ZERO,
             },
             ValueError,
@@ -226,7 +248,9 @@ def test_an_override_inherits_the_nearest_spec():
 
     assert method_spec(GrandChild, "double") == method_spec(Worker, "double")
     assert method_spec(GrandChild, "add").dispatch_mode is Dispatch.ONE_TO_ALL_ONE
-    assert method_spec(GrandChild, "first") is None and "first" not in registered_methods(GrandChild)
+    assert method_spec(GrandChild, "first") is None and "first" not in registered_methods(
+        GrandChild
+    )
     assert TinyCluster(GrandChild, 2).add(1) == -2
 
 
@@ -280,7 +304,9 @@ def test_without_blocking_nothing_is_gathered(cluster):
 
 
 def test_errors_say_which_method(cluster):
-    with pytest.raises(ValueError, match="positional argument 0 is a DataProto of 2 rows") as caught:
+    with pytest.raises(
+        ValueError, match="positional argument 0 is a DataProto of 2 rows"
+    ) as caught:
         cluster.double(batch(2))
     assert caught.value.__notes__ == ["while splitting the arguments of double() over the workers"]
     with pytest.raises(TypeError, match="cannot join worker outputs") as caught:
@@ -290,15 +316,23 @@ def test_errors_say_which_method(cluster):
 
 def test_func_generator_alone():
     cluster = TinyCluster(Worker, 2)
-    call = func_generator(cluster, "add", dispatch_one_to_all, collect_all_to_all, cluster.execute_all)
+    call = func_generator(
+        cluster, "add", dispatch_one_to_all, collect_all_to_all, cluster.execute_all
+    )
     assert call(1) == [1, 2]
 
 
 def test_predefined_functions():
     functions = get_predefined_dispatch_fn(Dispatch.DP_MP_DISPATCH_FIRST)
-    assert functions == {"dispatch_fn": dispatch_dp_mp_dispatch_first, "collect_fn": collect_dp_mp_compute}
+    assert functions == {
+        "dispatch_fn": dispatch_dp_mp_dispatch_first,
+        "collect_fn": collect_dp_mp_compute,
+    }
     functions = get_predefined_dispatch_fn(Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
-    assert functions == {"dispatch_fn": dispatch_dp_mp_dispatch_first, "collect_fn": collect_all_to_all}
+    assert functions == {
+        "dispatch_fn": dispatch_dp_mp_dispatch_first,
+        "collect_fn": collect_all_to_all,
+    }
     assert all(get_predefined_dispatch_fn(mode) for mode in Dispatch)
     assert get_predefined_execute_fn(Execute.ALL) == {"execute_fn_name": "execute_all"}
     assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}

@@ -41,7 +41,9 @@ class FakeGrid:
 
     def __init__(self, dp=1, tp=1, pp=1, cp=1, order=("pp", "dp", "cp", "tp"), reverse=False):
         sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
-        self.name = f"dp{dp}-tp{tp}-pp{pp}-cp{cp}-{order[-1]}-fastest{'-reverse' if reverse else ''}"
+        self.name = (
+            f"dp{dp}-tp{tp}-pp{pp}-cp{cp}-{order[-1]}-fastest{'-reverse' if reverse else ''}"
+        )
         self.dp_size = dp
         self.ranks = []
         for coordinates in itertools.product(*(range(sizes[axis]) for axis in order)):
@@ -64,14 +66,23 @@ SIZES = [
     {"dp": 2, "tp": 2, "pp": 2, "cp": 2},
     {"tp": 2, "pp": 2},
 ]
-ORDERS = [("pp", "dp", "cp", "tp"), ("tp", "cp", "dp", "pp"), ("dp", "pp", "tp", "cp"), ("cp", "tp", "pp", "dp")]
+ORDERS = [
+    ("pp", "dp", "cp", "tp"),
+    ("tp", "cp", "dp", "pp"),
+    ("dp", "pp", "tp", "cp"),
+    ("cp", "tp", "pp", "dp"),
+]
 LAYOUTS = [*((order, False) for order in ORDERS), (ORDERS[0], True)]
-GRIDS = [FakeGrid(**sizes, order=order, reverse=reverse) for sizes in SIZES for order, reverse in LAYOUTS]
+GRIDS = [
+    FakeGrid(**sizes, order=order, reverse=reverse) for sizes in SIZES for order, reverse in LAYOUTS
+]
 grids = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 
 
 def batch(rows: int) -> DataProto:
-    return DataProto.from_dict({"row": torch.arange(rows)}, {"name": [f"r{i}" for i in range(rows)]}, {"step": 1})
+    return DataProto.from_dict(
+        {"row": torch.arange(rows)}, {"name": [f"r{i}" for i in range(rows)]}, {"step": 1}
+    )
 
 
 def rows(data: DataProto) -> list[int]:
@@ -88,7 +99,9 @@ def test_peers_of_a_dp_rank_get_the_same_piece_and_pieces_follow_dp_rank(grid):
     for rank, position in enumerate(grid.ranks):
         assert rows(pieces[rank]) == expected[position.dp_rank]
         size = 12 // grid.dp_size
-        assert kwargs["ids"][rank] == list(range(position.dp_rank * size, (position.dp_rank + 1) * size))
+        assert kwargs["ids"][rank] == list(
+            range(position.dp_rank * size, (position.dp_rank + 1) * size)
+        )
     assert len(pieces) == len(kwargs["ids"]) == grid.world_size
 
 
@@ -115,15 +128,29 @@ def test_one_to_all_repeats_the_same_objects(grid):
 
 
 def test_all_to_all_takes_one_value_per_worker():
-    assert dispatch_all_to_all(FakeGrid(dp=2), ["a", "b"], x=(1, 2)) == ((["a", "b"],), {"x": [1, 2]})
-    with pytest.raises(ValueError, match="positional argument 1 has 3 values; ALL_TO_ALL needs one for each of the 2"):
+    assert dispatch_all_to_all(FakeGrid(dp=2), ["a", "b"], x=(1, 2)) == (
+        (["a", "b"],),
+        {"x": [1, 2]},
+    )
+    with pytest.raises(
+        ValueError,
+        match="positional argument 1 has 3 values; ALL_TO_ALL needs one for each of the 2",
+    ):
         dispatch_all_to_all(FakeGrid(dp=2), ["a", "b"], [1, 2, 3])
-    with pytest.raises(TypeError, match=r"argument 'data' is a DataProto; .* list .*Dispatch.ONE_TO_ALL"):
+    with pytest.raises(
+        TypeError, match=r"argument 'data' is a DataProto; .* list .*Dispatch.ONE_TO_ALL"
+    ):
         dispatch_all_to_all(FakeGrid(dp=2), data=batch(2))
 
 
 @pytest.mark.parametrize(
-    "dispatch", [dispatch_one_to_all, dispatch_all_to_all, dispatch_dp_mp_compute, dispatch_dp_mp_dispatch_first]
+    "dispatch",
+    [
+        dispatch_one_to_all,
+        dispatch_all_to_all,
+        dispatch_dp_mp_compute,
+        dispatch_dp_mp_dispatch_first,
+    ],
 )
 def test_a_call_without_arguments_has_nothing_to_split(dispatch):
     assert dispatch(FakeGrid(dp=2)) == ((), {})
@@ -148,18 +175,27 @@ def test_peers_receive_one_object_so_that_it_can_be_sent_once():
 def test_batches_without_rows_reach_every_rank():
     for data in (DataProto(meta_info={"k": 1}), batch(0)):
         (pieces,), _ = dispatch_dp_mp_dispatch_first(FakeGrid(dp=3), data)
-        assert [len(piece) for piece in pieces] == [0, 0, 0] and all(p.meta_info == data.meta_info for p in pieces)
+        assert [len(piece) for piece in pieces] == [0, 0, 0] and all(
+            p.meta_info == data.meta_info for p in pieces
+        )
 
 
 def test_tuples_and_chunkable_objects_are_split():
     args, _ = dispatch_dp_mp_compute(FakeGrid(dp=2), ("a", "b"), torch.arange(5))
-    assert args[0] == [("a",), ("b",)] and [piece.tolist() for piece in args[1]] == [[0, 1, 2], [3, 4]]
+    assert args[0] == [("a",), ("b",)] and [piece.tolist() for piece in args[1]] == [
+        [0, 1, 2],
+        [3, 4],
+    ]
 
 
 @pytest.mark.parametrize(
     "value, error, message",
     [
-        ([1, 2, 3], ValueError, "argument 'x' is a list of 3 values, not divisible by dp_size=2; pass 2 or 4"),
+        (
+            [1, 2, 3],
+            ValueError,
+            "argument 'x' is a list of 3 values, not divisible by dp_size=2; pass 2 or 4",
+        ),
         (
             None,
             TypeError,
@@ -194,7 +230,9 @@ def test_split_then_joined_is_the_input_in_its_order(grid, dispatch):
     peers = {p.dp_rank: piece for p, piece in zip(grid.ranks, pieces, strict=True) if len(piece)}
     # Every rank has its group's rows, as after the strategy's broadcast; those that do not speak return rubbish.
     output = [
-        peers[position.dp_rank] if need_collect_dp_mp_compute(position) else f"rubbish of rank {rank}"
+        peers[position.dp_rank]
+        if need_collect_dp_mp_compute(position)
+        else f"rubbish of rank {rank}"
         for rank, position in enumerate(grid.ranks)
     ]
     joined = collect_dp_mp_compute(grid, output)
@@ -203,8 +241,13 @@ def test_split_then_joined_is_the_input_in_its_order(grid, dispatch):
 
 @grids
 def test_lists_are_flattened_in_dp_order(grid):
-    output = [[position.dp_rank, "x"] if need_collect_dp_mp_compute(position) else None for position in grid.ranks]
-    assert collect_dp_mp_compute(grid, output) == [item for dp in range(grid.dp_size) for item in (dp, "x")]
+    output = [
+        [position.dp_rank, "x"] if need_collect_dp_mp_compute(position) else None
+        for position in grid.ranks
+    ]
+    assert collect_dp_mp_compute(grid, output) == [
+        item for dp in range(grid.dp_size) for item in (dp, "x")
+    ]
 
 
 @grids
@@ -213,7 +256,9 @@ def test_references_are_wrapped_for_all_ranks(grid):
     pieces = data.chunk(grid.dp_size)
     refs = [Future() for _ in grid.ranks]
     wraps = collect_dp_mp_compute(grid, refs)
-    assert len(wraps) == grid.world_size and {id(wrap.obj_ref) for wrap in wraps} == set(map(id, refs))
+    assert len(wraps) == grid.world_size and {id(wrap.obj_ref) for wrap in wraps} == set(
+        map(id, refs)
+    )
     for ref, position in zip(refs, grid.ranks, strict=True):
         wrap = next(wrap for wrap in wraps if wrap.obj_ref is ref)
         assert wrap.collected == need_collect_dp_mp_compute(position)
@@ -224,7 +269,10 @@ def test_references_are_wrapped_for_all_ranks(grid):
 def test_one_speaker_per_dp_group():
     grid = FakeGrid(dp=2, tp=2, pp=2, cp=2)
     speakers = [position for position in grid.ranks if need_collect_dp_mp_compute(position)]
-    assert [(p.dp_rank, p.tp_rank, p.cp_rank, p.pp_rank) for p in speakers] == [(0, 0, 0, 1), (1, 0, 0, 1)]
+    assert [(p.dp_rank, p.tp_rank, p.cp_rank, p.pp_rank) for p in speakers] == [
+        (0, 0, 0, 1),
+        (1, 0, 0, 1),
+    ]
 
 
 def test_none_everywhere_is_none():
@@ -257,7 +305,10 @@ def test_collecting_all_or_one():
     assert collect_all_to_one(grid, [1, 2]) == 1
     refs = [Future(), Future()]
     assert collect_all_to_all(grid, refs) == refs
-    assert collect_all_to_one(grid, refs) == [ObjectRefWrap(refs[0], True), ObjectRefWrap(refs[1], False)]
+    assert collect_all_to_one(grid, refs) == [
+        ObjectRefWrap(refs[0], True),
+        ObjectRefWrap(refs[1], False),
+    ]
 
 
 @pytest.mark.parametrize("collect", [collect_all_to_all, collect_all_to_one, collect_dp_mp_compute])
@@ -272,5 +323,7 @@ def test_an_impossible_grid_is_named():
     with pytest.raises(ValueError, match="ranks 0 and 1 both speak for dp_rank 0"):
         collect_dp_mp_compute(grid, [None, None])
     grid.ranks[1] = Position(dp_rank=1, tp_rank=1, pp_rank=0, cp_rank=0, pp_size=1)
-    with pytest.raises(ValueError, match=r"only dp_ranks \[0\] have a rank with tp_rank=0.* dp_size=2"):
+    with pytest.raises(
+        ValueError, match=r"only dp_ranks \[0\] have a rank with tp_rank=0.* dp_size=2"
+    ):
         collect_dp_mp_compute(grid, [None, None])

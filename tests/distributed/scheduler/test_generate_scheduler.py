@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from roll.distributed.scheduler.generate_scheduler import ExperienceItem, expand_requests, expand_responses
+from roll.distributed.scheduler.generate_scheduler import (
+    ExperienceItem,
+    expand_requests,
+    expand_responses,
+)
 from roll.distributed.scheduler.protocol import DataProto
 
 
@@ -16,7 +20,10 @@ def test_requests(expand, num_requests, each):
     data = rows(7, generation_config={"num_return_sequences": 9})
     requests = expand_requests(data, 3, expand)
     assert len(requests) == num_requests
-    assert all(request.meta_info["generation_config"] == {"num_return_sequences": each} for request in requests)
+    assert all(
+        request.meta_info["generation_config"] == {"num_return_sequences": each}
+        for request in requests
+    )
     requests[0].meta_info["generation_config"]["top_p"] = 0.5  # a copy of its own
     assert data.meta_info["generation_config"] == {"num_return_sequences": each}
     with pytest.raises(KeyError, match="generation_config"):

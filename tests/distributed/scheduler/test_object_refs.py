@@ -72,16 +72,22 @@ def test_materialize_concat_raises_a_failure_at_once_even_of_an_uncollected_rank
     failed = Future()
     failed.set_exception(RuntimeError("rank 1 broke"))
     with pytest.raises(RuntimeError, match="rank 1 broke"):
-        DataProto.materialize_concat([ObjectRefWrap(Future(), True), ObjectRefWrap(failed, False)], timeout=1e6)
+        DataProto.materialize_concat(
+            [ObjectRefWrap(Future(), True), ObjectRefWrap(failed, False)], timeout=1e6
+        )
     with pytest.raises(RuntimeError, match="duck"):
         DataProto.materialize_concat([DuckFuture(error=RuntimeError("duck"))])
 
 
 def test_materialize_concat_timeout_says_which():
-    with pytest.raises(WorkerTimeoutError, match=r"waited 0.05 s for 3 results; still missing: \[1, 2\]"):
+    with pytest.raises(
+        WorkerTimeoutError, match=r"waited 0.05 s for 3 results; still missing: \[1, 2\]"
+    ):
         DataProto.materialize_concat([finished(make(1)), Future(), Future()], timeout=0.05)
     with pytest.raises(TimeoutError, match="the worker's own") as caught:
-        DataProto.materialize_concat([DuckFuture(error=TimeoutError("the worker's own"))], timeout=60)
+        DataProto.materialize_concat(
+            [DuckFuture(error=TimeoutError("the worker's own"))], timeout=60
+        )
     assert not isinstance(caught.value, WorkerTimeoutError)
 
 

@@ -55,39 +55,91 @@ def test_non_tensor_columns_become_one_object_per_row(values, expected):
 
 @pytest.mark.parametrize("dtype", [np.int64, object])
 def test_rows_of_multi_dimensional_arrays_stay_one_array_per_row(dtype):
-    column = DataProto(non_tensor_batch={"c": np.arange(6).reshape(3, 2).astype(dtype)}).non_tensor_batch["c"]
+    column = DataProto(
+        non_tensor_batch={"c": np.arange(6).reshape(3, 2).astype(dtype)}
+    ).non_tensor_batch["c"]
     assert column.shape == (3,)
     assert [row.tolist() for row in column] == [[0, 1], [2, 3], [4, 5]]
-    assert DataProto.from_dict({}, {"c": np.arange(6).reshape(3, 2)}).chunk(3)[2]["c"][0].tolist() == [4, 5]
+    assert DataProto.from_dict({}, {"c": np.arange(6).reshape(3, 2)}).chunk(3)[2]["c"][
+        0
+    ].tolist() == [4, 5]
 
 
 def test_from_single_dict_sorts_by_type():
-    data = DataProto.from_single_dict({"x": torch.ones(2, 3), "t": np.array(["a", "b"])}, meta_info={"k": 1})
-    assert data["x"].shape == (2, 3) and data["t"].tolist() == ["a", "b"] and data.meta_info == {"k": 1}
-    with pytest.raises(ValueError, match=r"column 't' is a list; expected a torch\.Tensor or numpy array"):
+    data = DataProto.from_single_dict(
+        {"x": torch.ones(2, 3), "t": np.array(["a", "b"])}, meta_info={"k": 1}
+    )
+    assert (
+        data["x"].shape == (2, 3)
+        and data["t"].tolist() == ["a", "b"]
+        and data.meta_info == {"k": 1}
+    )
+    with pytest.raises(
+        ValueError, match=r"column 't' is a list; expected a torch\.Tensor or numpy array"
+    ):
         DataProto.from_single_dict({"t": ["a"]})
 
 
 @pytest.mark.parametrize(
     "build, error, message",
     [
-        (lambda: DataProto.from_dict({"x": torch.ones(2), "y": torch.ones(3)}), ValueError, r"rows: {'x': 2, 'y': 3}"),
-        (lambda: DataProto.from_dict({"x": torch.tensor(1.0)}), ValueError, r"'x' is a single number"),
+        (
+            lambda: DataProto.from_dict({"x": torch.ones(2), "y": torch.ones(3)}),
+            ValueError,
+            r"rows: {'x': 2, 'y': 3}",
+        ),
+        (
+            lambda: DataProto.from_dict({"x": torch.tensor(1.0)}),
+            ValueError,
+            r"'x' is a single number",
+        ),
         (lambda: DataProto.from_dict({"x": [1, 2]}), TypeError, "tensor column 'x' is a list"),
         (
             lambda: DataProto.from_dict({"x": torch.ones(2)}, {"t": ["a"]}),
             ValueError,
             "'t' has 1 rows; the batch",
         ),
-        (lambda: DataProto.from_dict({}, {"t": ["a"], "u": ["a", "b"]}), ValueError, "'u' has 2 rows; the batch"),
-        (lambda: DataProto.from_dict({"x": torch.ones(2)}, {"x": ["a", "b"]}), ValueError, "'x' is both in batch and"),
-        (lambda: DataProto.from_dict({"x": torch.ones(2)}, {"t": "ab"}), TypeError, "'t' is a str; expected a list"),
-        (lambda: DataProto.from_dict({"x": torch.ones(2)}, {"t": np.array(1)}), ValueError, "'t' is a single value"),
-        (lambda: DataProto.from_dict({"x": torch.ones(2, 2)}, num_batch_dims=2), ValueError, "exactly one batch dim"),
-        (lambda: DataProto(batch={"x": torch.ones(2)}), TypeError, "batch is a dict; expected a TensorDict"),
-        (lambda: DataProto(TensorDict({}, batch_size=[2, 3])), ValueError, r"batch dimensions \(2, 3\); expected one"),
+        (
+            lambda: DataProto.from_dict({}, {"t": ["a"], "u": ["a", "b"]}),
+            ValueError,
+            "'u' has 2 rows; the batch",
+        ),
+        (
+            lambda: DataProto.from_dict({"x": torch.ones(2)}, {"x": ["a", "b"]}),
+            ValueError,
+            "'x' is both in batch and",
+        ),
+        (
+            lambda: DataProto.from_dict({"x": torch.ones(2)}, {"t": "ab"}),
+            TypeError,
+            "'t' is a str; expected a list",
+        ),
+        (
+            lambda: DataProto.from_dict({"x": torch.ones(2)}, {"t": np.array(1)}),
+            ValueError,
+            "'t' is a single value",
+        ),
+        (
+            lambda: DataProto.from_dict({"x": torch.ones(2, 2)}, num_batch_dims=2),
+            ValueError,
+            "exactly one batch dim",
+        ),
+        (
+            lambda: DataProto(batch={"x": torch.ones(2)}),
+            TypeError,
+            "batch is a dict; expected a TensorDict",
+        ),
+        (
+            lambda: DataProto(TensorDict({}, batch_size=[2, 3])),
+            ValueError,
+            r"batch dimensions \(2, 3\); expected one",
+        ),
         (lambda: DataProto(meta_info=[1]), TypeError, "meta_info is a list"),
-        (lambda: DataProto(non_tensor_batch={1: np.array(["a"])}), TypeError, "a column name is a string; found 1"),
+        (
+            lambda: DataProto(non_tensor_batch={1: np.array(["a"])}),
+            TypeError,
+            "a column name is a string; found 1",
+        ),
     ],
 )
 def test_inconsistent_input_is_named(build, error, message):
@@ -107,7 +159,9 @@ def test_check_consistency_sees_what_was_assigned_directly():
 
 def test_batch_cannot_be_assigned_a_plain_dict():
     data = make()
-    with pytest.raises(TypeError, match=r"batch is a dict; expected a TensorDict \(from_dict takes a dict\)"):
+    with pytest.raises(
+        TypeError, match=r"batch is a dict; expected a TensorDict \(from_dict takes a dict\)"
+    ):
         data.batch = {"x": torch.ones(4)}
     data.batch = TensorDict({"x": torch.ones(4)}, batch_size=[4])
     assert list(data.batch.keys()) == ["x"] and len(data) == 4
@@ -162,7 +216,9 @@ def test_bad_columns_are_named():
             data["x"] = value
     with pytest.raises(TypeError, match="column 'x' is a list"):
         data["x"] = [1, 2, 3, 4]
-    with pytest.raises(KeyError, match=r"no column 'x': batch has \['ids', 'score'\], non_tensor_batch has \["):
+    with pytest.raises(
+        KeyError, match=r"no column 'x': batch has \['ids', 'score'\], non_tensor_batch has \["
+    ):
         data["x"]
     with pytest.raises(KeyError, match="no column 'x'"):
         del data["x"]
@@ -177,7 +233,9 @@ def test_update_sets_columns_of_both_kinds():
 def test_select_takes_none_as_all_and_an_empty_list_as_none():
     data = make()
     everything = data.select()
-    assert list(everything.batch.keys()) == ["ids", "score"] and list(everything.non_tensor_batch) == ["tag", "history"]
+    assert list(everything.batch.keys()) == ["ids", "score"] and list(
+        everything.non_tensor_batch
+    ) == ["tag", "history"]
     assert everything.meta_info is data.meta_info
     one = data.select("ids", [])
     assert list(one.batch.keys()) == ["ids"] and one.non_tensor_batch == {}
@@ -193,19 +251,28 @@ def test_select_deepcopy_shares_nothing():
     selected.batch["ids"].zero_()
     selected.non_tensor_batch["history"][1].append(9)
     selected.meta_info["metrics"]["loss"] = 7
-    assert ids(data) == [0, 1, 2, 3] and data["history"][1] == [0] and data.meta_info["metrics"]["loss"] == 1.0
+    assert (
+        ids(data) == [0, 1, 2, 3]
+        and data["history"][1] == [0]
+        and data.meta_info["metrics"]["loss"] == 1.0
+    )
 
 
 @pytest.mark.parametrize("method", ["select", "pop"])
 def test_select_and_pop_name_missing_keys_and_take_nothing(method):
     data = make()
-    with pytest.raises(KeyError, match=r"no column 'nope', 'tag' in batch: batch has \['ids', 'score'\]"):
+    with pytest.raises(
+        KeyError, match=r"no column 'nope', 'tag' in batch: batch has \['ids', 'score'\]"
+    ):
         getattr(data, method)(["ids", "nope", "tag"])
     with pytest.raises(KeyError, match="no column 'ids' in non_tensor_batch"):
         getattr(data, method)("score", ["ids"])
     with pytest.raises(TypeError, match="expected a column name or a list of them; found 3"):
         getattr(data, method)(3)
-    assert list(data.batch.keys()) == ["ids", "score"] and list(data.non_tensor_batch) == ["tag", "history"]
+    assert list(data.batch.keys()) == ["ids", "score"] and list(data.non_tensor_batch) == [
+        "tag",
+        "history",
+    ]
 
 
 def test_pop_returns_what_it_removes():
@@ -218,7 +285,9 @@ def test_pop_returns_what_it_removes():
     assert list(make().pop(["ids", "ids"]).batch.keys()) == ["ids"]
     only_objects = data.pop(non_tensor_batch_keys=["history"])
     assert only_objects.batch is None and len(only_objects) == 4
-    with pytest.raises(KeyError, match=r"no \['global_step'\] in meta_info, which has \['metrics'\]"):
+    with pytest.raises(
+        KeyError, match=r"no \['global_step'\] in meta_info, which has \['metrics'\]"
+    ):
         data.pop(["ids"], meta_info_keys=["global_step"])
     assert "ids" in data
 
@@ -254,7 +323,9 @@ def test_rename():
 def test_union_is_in_place_and_adds_columns_and_meta():
     data, meta = make(2), None
     meta = data.meta_info
-    other = DataProto.from_dict({"x": torch.ones(2), "ids": data["ids"].clone()}, {"u": ["p", "q"]}, {"k": 1})
+    other = DataProto.from_dict(
+        {"x": torch.ones(2), "ids": data["ids"].clone()}, {"u": ["p", "q"]}, {"k": 1}
+    )
     assert data.union(other) is data
     assert list(data.batch.keys()) == ["ids", "score", "x"] and data["u"].tolist() == ["p", "q"]
     assert data.meta_info is meta and meta["k"] == 1
@@ -282,16 +353,31 @@ def test_union_treats_equal_nan_and_nested_values_as_equal():
 @pytest.mark.parametrize(
     "other, message",
     [
-        (DataProto.from_dict({"ids": torch.zeros(2, 2, dtype=torch.int64)}), "tensor column 'ids' is in both"),
-        (DataProto.from_dict({"ids": torch.tensor([[0.0, 1], [2, 3]])}), "tensor column 'ids' is in both .*float32"),
-        (DataProto.from_dict({"ids": torch.tensor([0, 1])}), r"'ids' is in both .* torch.int64 \(2,\)"),
-        (DataProto.from_dict({}, {"tag": ["a", "c"]}), "non-tensor column 'tag' is in both batches with different"),
+        (
+            DataProto.from_dict({"ids": torch.zeros(2, 2, dtype=torch.int64)}),
+            "tensor column 'ids' is in both",
+        ),
+        (
+            DataProto.from_dict({"ids": torch.tensor([[0.0, 1], [2, 3]])}),
+            "tensor column 'ids' is in both .*float32",
+        ),
+        (
+            DataProto.from_dict({"ids": torch.tensor([0, 1])}),
+            r"'ids' is in both .* torch.int64 \(2,\)",
+        ),
+        (
+            DataProto.from_dict({}, {"tag": ["a", "c"]}),
+            "non-tensor column 'tag' is in both batches with different",
+        ),
         (DataProto.from_dict({}, {"history": [[], [1]]}), "non-tensor column 'history' is in both"),
         (
             DataProto.from_dict({}, {"ids": [1, 2]}),
             "'ids' is a tensor in one batch and a non-tensor",
         ),
-        (DataProto.from_dict({"tag": torch.ones(2)}), "'tag' is a tensor in one batch and a non-tensor column"),
+        (
+            DataProto.from_dict({"tag": torch.ones(2)}),
+            "'tag' is a tensor in one batch and a non-tensor column",
+        ),
         (DataProto(meta_info={"global_step": 4}), "meta_info 'global_step' is in both .*: 3 and 4"),
         (DataProto.from_dict({"x": torch.ones(3)}), "a batch of 2 rows with one of 3 rows"),
     ],
@@ -333,7 +419,16 @@ def test_iteration_ends():
 
 
 @pytest.mark.parametrize(
-    "index", [slice(None), slice(1, 3), slice(-2, None), slice(0, 4, 2), slice(3, None, -1), slice(2, 2), slice(9, 12)]
+    "index",
+    [
+        slice(None),
+        slice(1, 3),
+        slice(-2, None),
+        slice(0, 4, 2),
+        slice(3, None, -1),
+        slice(2, 2),
+        slice(9, 12),
+    ],
 )
 def test_slices_mean_what_they_mean_for_lists(index):
     expected = list(range(4))[index]
@@ -380,7 +475,9 @@ def test_select_idxs_takes_masks(convert):
         make().select_idxs(convert([True, False]))
 
 
-@pytest.mark.parametrize("nothing", [[], np.array([], dtype=np.int64), torch.tensor([]), [False] * 4])
+@pytest.mark.parametrize(
+    "nothing", [[], np.array([], dtype=np.int64), torch.tensor([]), [False] * 4]
+)
 def test_select_idxs_of_nothing_keeps_the_columns(nothing):
     empty = make().select_idxs(nothing)
     assert len(empty) == 0 and empty["ids"].shape == (0, 2) and empty["tag"].shape == (0,)
@@ -448,11 +545,18 @@ def test_pieces_do_not_keep_the_source_alive_nor_share_rows(cut):
     for i, piece in enumerate(pieces):
         assert piece["x"].untyped_storage().nbytes() == 8 * 4 * 4
         piece["x"] += i
-    assert [piece["x"].unique().tolist() for piece in pieces] == [[0], [1], [2], [3]] and base.sum() == 0
+    assert [piece["x"].unique().tolist() for piece in pieces] == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ] and base.sum() == 0
 
 
 def test_chunk_errors():
-    with pytest.raises(ValueError, match=r"cannot cut 2 rows into 3 pieces.*pad_dataproto_to_divisor"):
+    with pytest.raises(
+        ValueError, match=r"cannot cut 2 rows into 3 pieces.*pad_dataproto_to_divisor"
+    ):
         make(2).chunk(3)
     with pytest.raises(ValueError, match="chunks=0"):
         make(2).chunk(0)
@@ -528,7 +632,9 @@ def test_make_iterator_leaves_global_random_state_alone(seed):
 
 def test_make_iterator_checks_when_called_not_when_consumed():
     for size in (3, 0, -2, 8):
-        with pytest.raises(ValueError, match=f"mini_batch_size={size} must be positive and divide the 4 rows"):
+        with pytest.raises(
+            ValueError, match=f"mini_batch_size={size} must be positive and divide the 4 rows"
+        ):
             make().make_iterator(size, 1)
     with pytest.raises(ValueError, match=r"dataloader_kwargs \['num_workers'\] are not supported"):
         make().make_iterator(2, 1, dataloader_kwargs={"num_workers": 2})

@@ -33,8 +33,12 @@ ARRAYS = st.builds(
     st.sampled_from(["<f4", "<i8", "?", "<U3", "S2", "<M8[s]", "O"]),
     st.integers(0, 99),
 )
-NUMPY_SCALARS = st.sampled_from([np.float32(0.1), np.float64(1), np.int64(1), np.bool_(True), np.str_("s")])
-TENSORS = st.builds(lambda n, dtype: torch.arange(n).to(dtype), st.integers(0, 3), st.sampled_from(DTYPES))
+NUMPY_SCALARS = st.sampled_from(
+    [np.float32(0.1), np.float64(1), np.int64(1), np.bool_(True), np.str_("s")]
+)
+TENSORS = st.builds(
+    lambda n, dtype: torch.arange(n).to(dtype), st.integers(0, 3), st.sampled_from(DTYPES)
+)
 VALUES = st.recursive(
     PLAIN | ARRAYS | NUMPY_SCALARS | TENSORS,
     lambda inner: (
@@ -49,21 +53,29 @@ laws = settings(max_examples=40, deadline=None)
 
 
 @st.composite
-def batches(draw: st.DrawFn, min_rows: int = 0, max_rows: int = 9, values: st.SearchStrategy = VALUES) -> DataProto:
+def batches(
+    draw: st.DrawFn, min_rows: int = 0, max_rows: int = 9, values: st.SearchStrategy = VALUES
+) -> DataProto:
     """Tensor columns (or none, or no TensorDict at all), non-tensor columns, meta_info."""
     num_rows = draw(st.integers(min_rows, max_rows))
     tensors = {}
     for i in range(draw(st.integers(0, 3))):
         shape = (num_rows, *draw(st.lists(st.integers(0, 3), max_size=2)))
-        tensor = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 4
+        tensor = (
+            torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+            * 4
+        )
         if draw(st.booleans()) and tensor.ndim > 1:
             tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
         tensors[f"t{i}"] = tensor.to(draw(st.sampled_from(DTYPES)))
     arrays = {
-        f"n{i}": draw(st.lists(values, min_size=num_rows, max_size=num_rows)) for i in range(draw(st.integers(0, 2)))
+        f"n{i}": draw(st.lists(values, min_size=num_rows, max_size=num_rows))
+        for i in range(draw(st.integers(0, 2)))
     }
     needs_batch = bool(tensors) or (min_rows > 0 and not arrays)
-    batch = TensorDict(tensors, batch_size=[num_rows]) if needs_batch or draw(st.booleans()) else None
+    batch = (
+        TensorDict(tensors, batch_size=[num_rows]) if needs_batch or draw(st.booleans()) else None
+    )
     meta = draw(st.dictionaries(KEYS, values, max_size=2))
     return DataProto(batch, arrays, meta)
 
@@ -190,9 +202,13 @@ def test_groups_partition_the_rows(data, labels):
     data["row"] = torch.arange(len(data))
     groups = data.group_by("label")
     assert list(groups) == list(dict.fromkeys(labels[: len(data)]))
-    assert sorted(torch.cat([group["row"] for group in groups.values()]).tolist()) == list(range(len(data)))
+    assert sorted(torch.cat([group["row"] for group in groups.values()]).tolist()) == list(
+        range(len(data))
+    )
     for label, group in groups.items():
-        assert set(group["label"]) == {label} and group["row"].tolist() == sorted(group["row"].tolist())
+        assert set(group["label"]) == {label} and group["row"].tolist() == sorted(
+            group["row"].tolist()
+        )
 
 
 @laws

@@ -39,7 +39,13 @@ def test_concat_joins_rows_and_metrics():
     assert ids(joined) == [0, 0, 1, 0] and joined["tag"].tolist() == ["a", "a", "b", "a"]
     assert joined.meta_info == {
         "step": 0,
-        "metrics": {"loss": [0.0, 1.0, 2.0], "len": [1, 2, 2], "only0": [0], "only1": [1], "only2": [2]},
+        "metrics": {
+            "loss": [0.0, 1.0, 2.0],
+            "len": [1, 2, 2],
+            "only0": [0],
+            "only1": [1],
+            "only2": [2],
+        },
     }
     assert parts[0].meta_info["metrics"]["loss"] == 0.0  # the inputs are as they were
 
@@ -68,24 +74,36 @@ def test_concat_global_keys():
 
 
 def test_concat_skips_elements_without_columns():
-    joined = DataProto.concat([DataProto(meta_info={"metrics": {"a": 1}}), make(2), DataProto(), make(1)])
-    assert ids(joined) == [0, 1, 0] and joined.meta_info == {"metrics": {"a": [1], "loss": [1.0, 1.0]}}
+    joined = DataProto.concat(
+        [DataProto(meta_info={"metrics": {"a": 1}}), make(2), DataProto(), make(1)]
+    )
+    assert ids(joined) == [0, 1, 0] and joined.meta_info == {
+        "metrics": {"a": [1], "loss": [1.0, 1.0]}
+    }
 
 
 def test_concat_names_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"batch of element 2 lacks \['score'\] and adds \['new'\]"):
+    with pytest.raises(
+        ValueError, match=r"batch of element 2 lacks \['score'\] and adds \['new'\]"
+    ):
         other = make(1).rename("score", "new")
         DataProto.concat([DataProto(), make(1), other])
-    with pytest.raises(ValueError, match=r"non_tensor_batch of element 1 lacks \['tag'\] and adds \[\]"):
+    with pytest.raises(
+        ValueError, match=r"non_tensor_batch of element 1 lacks \['tag'\] and adds \[\]"
+    ):
         DataProto.concat([make(1), make(1).select(None, ["history"])])
-    with pytest.raises(ValueError, match=r"column 'x' of \['torch.float32 \(1, 2\)', 'torch.float32 \(1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"column 'x' of \['torch.float32 \(1, 2\)', 'torch.float32 \(1, 3\)"
+    ):
         DataProto.concat([DataProto.from_dict({"x": torch.ones(1, n)}) for n in (2, 3)])
     with pytest.raises(ValueError, match="cannot concat an empty list"):
         DataProto.concat([])
 
 
 def test_concat_promotes_dtypes_as_torch_does():
-    parts = [DataProto.from_dict({"x": torch.ones(1, dtype=d)}) for d in (torch.float32, torch.float64)]
+    parts = [
+        DataProto.from_dict({"x": torch.ones(1, dtype=d)}) for d in (torch.float32, torch.float64)
+    ]
     assert DataProto.concat(parts)["x"].dtype == torch.float64
 
 
@@ -139,9 +157,14 @@ def test_to_moves_tensors_of_batch_and_meta_without_touching_shared_meta():
     piece = data.chunk(2)[0]
     assert piece.to("meta") is piece
     assert piece.batch["ids"].device.type == "meta"
-    assert piece.meta_info["nested"]["list"][0].device.type == "meta" and piece.meta_info["nested"]["list"][1] == 1
+    assert (
+        piece.meta_info["nested"]["list"][0].device.type == "meta"
+        and piece.meta_info["nested"]["list"][1] == 1
+    )
     assert piece.meta_info["nested"]["tuple"][0].device.type == "meta"
-    assert data.meta_info["nested"]["list"][0].device.type == "cpu"  # the parent's dict, shared by the other chunk
+    assert (
+        data.meta_info["nested"]["list"][0].device.type == "cpu"
+    )  # the parent's dict, shared by the other chunk
 
 
 def test_to_keeps_the_shared_meta_info_when_it_holds_no_tensors():
@@ -155,8 +178,15 @@ def test_move_tensors_to_device_returns_unchanged_parts_as_they_are():
     assert move_tensors_to_device(plain, "meta") is plain
     tree = defaultdict(list, {"t": [torch.ones(1)], "plain": plain})
     moved = move_tensors_to_device(tree, "meta")
-    assert isinstance(moved, defaultdict) and moved["plain"] is plain and tree["t"][0].device.type == "cpu"
-    assert moved["t"][0].device.type == "meta" and move_tensors_to_device(torch.ones(1), "meta").device.type == "meta"
+    assert (
+        isinstance(moved, defaultdict)
+        and moved["plain"] is plain
+        and tree["t"][0].device.type == "cpu"
+    )
+    assert (
+        moved["t"][0].device.type == "meta"
+        and move_tensors_to_device(torch.ones(1), "meta").device.type == "meta"
+    )
 
 
 # Pickling
@@ -168,7 +198,9 @@ def test_pickle_keeps_columns_dtypes_and_meta():
     data["f8"] = torch.ones(4, 2).to(torch.float8_e4m3fn)
     data["z"] = torch.ones(4, dtype=torch.complex64)
     data.meta_info["tensor"] = {"deep": [torch.arange(3, dtype=torch.bfloat16)]}
-    data.non_tensor_batch["image"] = np.array([{"pixels": torch.ones(2)}, None, torch.ones(1), [1]], dtype=object)
+    data.non_tensor_batch["image"] = np.array(
+        [{"pixels": torch.ones(2)}, None, torch.ones(1), [1]], dtype=object
+    )
     loaded = pickle.loads(pickle.dumps(data))
     assert list(loaded.batch.keys()) == list(data.batch.keys())
     for key, value in data.batch.items():
@@ -199,7 +231,9 @@ def test_pickle_of_edge_cases(data):
 
 
 def test_a_slice_pickles_only_its_own_rows_out_of_band():
-    data = DataProto.from_dict({"x": torch.arange(1000 * 1000).view(1000, 1000)}, {"t": ["a"] * 1000})
+    data = DataProto.from_dict(
+        {"x": torch.arange(1000 * 1000).view(1000, 1000)}, {"t": ["a"] * 1000}
+    )
     data.meta_info["part"] = data["x"][:1]
     data["t"][10] = {"pixels": [data["x"][10:13]]}
     buffers = []
@@ -240,7 +274,9 @@ def arrive_from_ray(data: DataProto) -> DataProto:
 def large(first: int = 0) -> DataProto:
     """5 MiB in column x, above the size from which columns stay lent; rows count from `first`."""
     rows = torch.arange(first, first + 5, dtype=torch.bfloat16)
-    return DataProto.from_dict({"x": rows[:, None].repeat(1, 1 << 19), "small": rows}, {"t": ["a"] * 5}, {"step": 1})
+    return DataProto.from_dict(
+        {"x": rows[:, None].repeat(1, 1 << 19), "small": rows}, {"t": ["a"] * 5}, {"step": 1}
+    )
 
 
 def is_lent(data: DataProto) -> bool:
@@ -249,14 +285,28 @@ def is_lent(data: DataProto) -> bool:
 
 def test_large_columns_stay_lent_until_they_are_read():
     data = arrive_from_ray(large())
-    assert len(data) == 5 and data["t"].tolist() == ["a"] * 5 and data.meta_info == {"step": 1} and "x" in data
-    assert repr(data) == "DataProto(5 rows; x: bfloat16(5, 524288), small: bfloat16(5,), t; meta_info: step)"
+    assert (
+        len(data) == 5
+        and data["t"].tolist() == ["a"] * 5
+        and data.meta_info == {"step": 1}
+        and "x" in data
+    )
+    assert (
+        repr(data)
+        == "DataProto(5 rows; x: bfloat16(5, 524288), small: bfloat16(5,), t; meta_info: step)"
+    )
     data.check_consistency()
     assert is_lent(data)
     batch = data.batch
     assert not is_lent(data) and data.batch is batch
     batch["x"].add_(1)
-    assert batch["x"][:, 7].tolist() == [1, 2, 3, 4, 5] and batch["small"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["x"][:, 7].tolist() == [1, 2, 3, 4, 5] and batch["small"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     data.check_consistency()
 
 
@@ -268,12 +318,18 @@ def test_lent_columns_are_joined_and_sent_on_without_a_copy_in_between():
     first, second = arrive_from_ray(large(0)), arrive_from_ray(large(5))
     joined = DataProto.concat([first, large(10), second])
     assert is_lent(first) and is_lent(second) and not is_lent(joined)
-    assert joined["x"][:, -1].tolist() == joined["small"].tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14, 5, 6, 7, 8, 9]
+    assert (
+        joined["x"][:, -1].tolist()
+        == joined["small"].tolist()
+        == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14, 5, 6, 7, 8, 9]
+    )
     again = arrive_from_ray(first)
     assert is_lent(first) and is_lent(again) and again["x"][4, 0] == 4
     other = large(0)
     other["x"] = other["x"].float()
-    assert DataProto.concat([first, other])["x"].dtype == torch.float32  # promoted, as for other tensors
+    assert (
+        DataProto.concat([first, other])["x"].dtype == torch.float32
+    )  # promoted, as for other tensors
 
 
 def test_lent_columns_can_be_replaced_and_compared():
@@ -321,8 +377,15 @@ ZERO_COLUMNS = DataProto(TensorDict({}, batch_size=[3]))
 
 @pytest.mark.parametrize("data", [NON_TENSOR_ONLY, ZERO_COLUMNS, make(3)])
 def test_every_row_operation_works_whatever_the_columns(data):
-    assert len(data) == 3 and len(data[-1]) == 1 and len(data[1:]) == 2 and len(data.select_idxs([0, 0])) == 2
-    assert [len(piece) for piece in data.chunk(2)] == [2, 1] and [len(piece) for piece in data.split(2)] == [2, 1]
+    assert (
+        len(data) == 3
+        and len(data[-1]) == 1
+        and len(data[1:]) == 2
+        and len(data.select_idxs([0, 0])) == 2
+    )
+    assert [len(piece) for piece in data.chunk(2)] == [2, 1] and [
+        len(piece) for piece in data.split(2)
+    ] == [2, 1]
     assert len(DataProto.concat(data.chunk(2))) == 3
     assert len(data.repeat(2)) == 6 and len(data.clone()) == 3 and len(copy.copy(data)) == 3
     assert len(data.select([], [])) == (0 if data.batch is None else 3)
@@ -359,7 +422,9 @@ def test_zero_rows():
 def test_no_columns_at_all():
     empty = DataProto(meta_info={"k": 1})
     pieces = empty.chunk(3)
-    assert [len(piece) for piece in pieces] == [0, 0, 0] and all(piece.batch is None for piece in pieces)
+    assert [len(piece) for piece in pieces] == [0, 0, 0] and all(
+        piece.batch is None for piece in pieces
+    )
     assert pieces[2].meta_info is empty.meta_info
     assert DataProto.concat(pieces).meta_info == {"k": 1}
 
@@ -382,7 +447,10 @@ def test_pad_repeats_leading_rows_cyclically():
 
 
 def test_list_of_dict_to_dict_of_list():
-    assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"b": 4, "a": 3}]) == {"a": [1, 3], "b": [2, 4]}
+    assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"b": 4, "a": 3}]) == {
+        "a": [1, 3],
+        "b": [2, 4],
+    }
     assert list_of_dict_to_dict_of_list([]) == {}
     with pytest.raises(ValueError, match=r"row 1 has keys \['a'\]; row 0 has \['a', 'b'\]"):
         list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 1}])
@@ -405,6 +473,8 @@ def test_union_of_the_stores_alone():
     with pytest.raises(ValueError, match=r"\(2,\) rows with \(3,\)"):
         union_tensor_dict(left, TensorDict({}, batch_size=[3]))
     arrays = {"a": np.array([1, 2], dtype=object)}
-    assert union_numpy_dict(arrays, {"b": np.array([3, 4], dtype=object)}) is arrays and list(arrays) == ["a", "b"]
+    assert union_numpy_dict(arrays, {"b": np.array([3, 4], dtype=object)}) is arrays and list(
+        arrays
+    ) == ["a", "b"]
     with pytest.raises(ValueError, match="non-tensor column 'a'"):
         union_numpy_dict(arrays, {"a": np.array([1, 3], dtype=object)})

@@ -27,7 +27,11 @@ def test_gpus_are_counted_over_all_nodes() -> None:
     ("world_size", "mapping", "message"),
     [
         (0, None, "actor.world_size=0: a role needs at least one worker"),
-        (2, [0, 1, 2], "actor.device_mapping names 3 GPUs, which do not divide over world_size=2 workers"),
+        (
+            2,
+            [0, 1, 2],
+            "actor.device_mapping names 3 GPUs, which do not divide over world_size=2 workers",
+        ),
         (2, [1, 1], "actor.device_mapping names GPU 1 more than once"),
         (
             1,
@@ -48,7 +52,9 @@ def test_gpus_are_counted_over_all_nodes() -> None:
 )
 def test_mappings_that_cannot_be(world_size: int, mapping: list[int] | None, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        ResourceManager(num_gpus_per_node=4, num_nodes=2).allocate_placement_group(world_size, mapping, role="actor")
+        ResourceManager(num_gpus_per_node=4, num_nodes=2).allocate_placement_group(
+            world_size, mapping, role="actor"
+        )
 
 
 def test_a_machine_without_gpus() -> None:
@@ -58,7 +64,11 @@ def test_a_machine_without_gpus() -> None:
 
 
 def test_the_arguments_are_checked() -> None:
-    with pytest.raises(ConfigError, match="num_gpus_per_node=-1, num_nodes=1: expected at least 0 GPUs and 1 node"):
+    with pytest.raises(
+        ConfigError, match="num_gpus_per_node=-1, num_nodes=1: expected at least 0 GPUs and 1 node"
+    ):
         ResourceManager(num_gpus_per_node=-1)
-    with pytest.raises(ConfigError, match="backend='slurm' is unknown; use one of auto, local, ray"):
+    with pytest.raises(
+        ConfigError, match="backend='slurm' is unknown; use one of auto, local, ray"
+    ):
         ResourceManager(backend="slurm")  # pyrefly: ignore

@@ -2,7 +2,12 @@ from typing import Any
 
 import pytest
 
-from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, training_stage, zero_stage
+from roll.distributed.strategy.deepspeed_config import (
+    RunSettings,
+    complete_config,
+    training_stage,
+    zero_stage,
+)
 from roll.exceptions import ConfigError
 
 RUN = RunSettings(
@@ -16,8 +21,14 @@ RUN = RunSettings(
 
 
 def test_the_run_fills_what_the_user_left_out() -> None:
-    config = complete_config({"zero_optimization": {"overlap_comm": True}, "linear_logits": True}, RUN, stage=2)
-    assert config["zero_optimization"] == {"overlap_comm": True, "stage": 2, "reduce_bucket_size": 50_000_000}
+    config = complete_config(
+        {"zero_optimization": {"overlap_comm": True}, "linear_logits": True}, RUN, stage=2
+    )
+    assert config["zero_optimization"] == {
+        "overlap_comm": True,
+        "stage": 2,
+        "reduce_bucket_size": 50_000_000,
+    }
     assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
     assert config["train_micro_batch_size_per_gpu"] == 2
     # One micro-batch per step as far as DeepSpeed is concerned, so that it divides by nothing.
@@ -29,13 +40,21 @@ def test_the_run_fills_what_the_user_left_out() -> None:
 
 def test_auto_means_left_out_at_any_depth() -> None:
     user = {
-        "zero_optimization": {"stage": "auto", "stage3_prefetch_bucket_size": "auto", "offload_param": {"x": "auto"}},
+        "zero_optimization": {
+            "stage": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "offload_param": {"x": "auto"},
+        },
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
         "scheduler": "auto",
     }
     config = complete_config(user, RUN, stage=3)
-    assert config["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 50_000_000, "offload_param": {}}
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 50_000_000,
+        "offload_param": {},
+    }
     assert config["gradient_clipping"] == 0.5
     assert config["bf16"] == {"enabled": True}
     assert "scheduler" not in config
@@ -62,12 +81,24 @@ def test_values_that_agree_with_the_run_are_welcome() -> None:
             {"train_micro_batch_size_per_gpu": 1},
             r"train_micro_batch_size_per_gpu: found 1, but the run says 2.*per_device_train_batch_size",
         ),
-        ({"gradient_accumulation_steps": 1}, r"gradient_accumulation_steps: found 1, but the run says 8"),
+        (
+            {"gradient_accumulation_steps": 1},
+            r"gradient_accumulation_steps: found 1, but the run says 8",
+        ),
         ({"train_batch_size": 8}, r"train_batch_size: found 8, but the run says 64"),
-        ({"gradient_clipping": 1.0}, r"gradient_clipping: found 1\.0, but the run says 0\.5.*max_grad_norm"),
-        ({"bf16": {"enabled": False}}, r"bf16\.enabled: found False, but the run says True.*model_args\.dtype"),
+        (
+            {"gradient_clipping": 1.0},
+            r"gradient_clipping: found 1\.0, but the run says 0\.5.*max_grad_norm",
+        ),
+        (
+            {"bf16": {"enabled": False}},
+            r"bf16\.enabled: found False, but the run says True.*model_args\.dtype",
+        ),
         ({"fp16": {"enabled": True}}, r"fp16\.enabled: found True"),
-        ({"optimizer": {"type": "Adam"}}, r"optimizer: found \{'type': 'Adam'\}, expected nothing.*learning_rate"),
+        (
+            {"optimizer": {"type": "Adam"}},
+            r"optimizer: found \{'type': 'Adam'\}, expected nothing.*learning_rate",
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, r"scheduler: found.*lr_scheduler_type"),
         ({"zero_force_ds_cpu_optimizer": True}, r"zero_force_ds_cpu_optimizer: found True"),
         (
@@ -77,11 +108,15 @@ def test_values_that_agree_with_the_run_are_welcome() -> None:
     ],
 )
 def test_a_key_that_contradicts_the_run_is_named(user: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=r"^actor_train\.strategy_args\.strategy_config\." + message):
+    with pytest.raises(
+        ConfigError, match=r"^actor_train\.strategy_args\.strategy_config\." + message
+    ):
         complete_config(user, RUN, stage=2)
 
 
-@pytest.mark.parametrize(("zero", "stage"), [({}, 2), ({"stage": "auto"}, 2), ({"stage": 0}, 0), ({"stage": 3}, 3)])
+@pytest.mark.parametrize(
+    ("zero", "stage"), [({}, 2), ({"stage": "auto"}, 2), ({"stage": 0}, 0), ({"stage": 3}, 3)]
+)
 def test_the_stage(zero: dict[str, Any], stage: int) -> None:
     assert zero_stage({"zero_optimization": zero}, "actor_train", default=2) == stage
     assert zero_stage({}, "actor_train", default=2) == 2
@@ -89,7 +124,9 @@ def test_the_stage(zero: dict[str, Any], stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [4, -1, "2", True])
 def test_a_stage_that_does_not_exist(stage: Any) -> None:
-    with pytest.raises(ConfigError, match=r"actor_train.*zero_optimization\.stage: found .*, expected 0, 1, 2 or 3"):
+    with pytest.raises(
+        ConfigError, match=r"actor_train.*zero_optimization\.stage: found .*, expected 0, 1, 2 or 3"
+    ):
         zero_stage({"zero_optimization": {"stage": stage}}, "actor_train", default=2)
 
 
@@ -106,6 +143,8 @@ def test_a_stage_that_does_not_exist(stage: Any) -> None:
         (3, "bf16", None, 3),
     ],
 )
-def test_the_stage_of_training(stage: int, dtype: str, accumulate: str | None, runs_at: int) -> None:
+def test_the_stage_of_training(
+    stage: int, dtype: str, accumulate: str | None, runs_at: int
+) -> None:
     config = {} if accumulate is None else {"data_types": {"grad_accum_dtype": accumulate}}
     assert training_stage(config, stage, dtype) == runs_at

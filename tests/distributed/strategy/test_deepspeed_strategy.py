@@ -71,7 +71,9 @@ def zero_config(pipeline: str, folder: Path, stage: int | None, **options: Any) 
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     options.setdefault("strategy_config", {} if stage is None else {"zero_optimization": zero})
     options.setdefault("workers", 2)
-    return make_config(pipeline, folder, strategy="deepspeed_train", training_args=TRAINING, **options)
+    return make_config(
+        pipeline, folder, strategy="deepspeed_train", training_args=TRAINING, **options
+    )
 
 
 def local_worker(pipeline: str, config: Any, role: str = "actor_train") -> Any:
@@ -107,7 +109,8 @@ def test_one_gradient_and_the_update_of_hf_train(lab, folder, pipeline, stage, o
     plain = local_worker(pipeline, make_config(pipeline, folder, training_args=TRAINING, **options))
     for seed in (1, 2):
         metrics, plain_metrics = (
-            worker.train_step(make_batch(pipeline, seed=seed)).meta_info["metrics"] for worker in (lab, plain)
+            worker.train_step(make_batch(pipeline, seed=seed)).meta_info["metrics"]
+            for worker in (lab, plain)
         )
         (plain_norm,) = plain_metrics["actor_train/grad_norm"]
         assert plain_norm > 0.1
@@ -134,14 +137,20 @@ def test_one_gradient_for_every_loss_and_head(lab, folders, stage, model, pipeli
         assert relative_error(gradients, expected) < 1e-5
 
 
-def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float) -> None:
+def assert_close(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float
+) -> None:
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], atol=atol, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
-def test_a_non_finite_step_leaves_everything_alone_and_the_next_one_counts(lab, folder, stage, dtype):
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+)
+def test_a_non_finite_step_leaves_everything_alone_and_the_next_one_counts(
+    lab, folder, stage, dtype
+):
     config = zero_config("agentic", folder, stage, micro_batch=3, model_args={"dtype": dtype})
     lab.execute_all_sync("start", "agentic", config)
     lab.train_step(make_batch("agentic", seed=1))
@@ -160,12 +169,20 @@ def test_a_non_finite_step_leaves_everything_alone_and_the_next_one_counts(lab, 
     for one, other in zip(after, lab.execute_all_sync("state"), strict=True):
         assert [step + 1 for step in one["steps"]] == other["steps"]
         assert all(torch.isfinite(weight).all() for weight in other["weights"].values())
-        assert not all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+        assert not all(
+            torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"]
+        )
 
 
 def train(cluster: Any, first: int, last: int) -> list[dict[str, Any]]:
-    steps = [cluster.train_step(make_batch("dpo", seed=seed)).meta_info["metrics"] for seed in range(first, last)]
-    return [{key: value for key, value in metrics.items() if not key.startswith("time/")} for metrics in steps]
+    steps = [
+        cluster.train_step(make_batch("dpo", seed=seed)).meta_info["metrics"]
+        for seed in range(first, last)
+    ]
+    return [
+        {key: value for key, value in metrics.items() if not key.startswith("time/")}
+        for metrics in steps
+    ]
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
@@ -205,7 +222,9 @@ def test_a_checkpoint_opens_everywhere(lab, folder, tmp_path, stage):
     hf.strategy.load_checkpoint(saved)
     losses = [train(worker, 2, 4) for worker in (lab, alone, hf)]
     norms = [[metrics["actor_train/grad_norm"][0] for metrics in run] for run in losses]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[2] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[2] == pytest.approx(
+        norms[0], rel=1e-4
+    )
     back = Lab(WorkerConfig(name="lab"))
     back.start("dpo", zero_config("dpo", folder, stage, workers=1))
     hf.strategy.save_checkpoint(tmp_path / "hf", 4)
@@ -252,9 +271,18 @@ def test_lora_trains_as_with_hf_train_and_resumes(lab, folder, tmp_path, stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_optimizer_state_in_host_memory(folder, stage):
     """Alone in this process, where a skipped step must also leave the offloaded state alone."""
-    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    zero = {
+        "stage": stage,
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 0,
+    }
     config = zero_config(
-        "agentic", folder, stage, workers=1, micro_batch=3, strategy_config={"zero_optimization": zero}
+        "agentic",
+        folder,
+        stage,
+        workers=1,
+        micro_batch=3,
+        strategy_config={"zero_optimization": zero},
     )
     alone = Lab(WorkerConfig(name="lab"))
     alone.start("agentic", config)
@@ -274,10 +302,16 @@ def test_optimizer_state_in_host_memory(folder, stage):
 
 @pytest.mark.parametrize(("stage", "left"), [(None, 0), (3, 2), (2, 2)])
 def test_inference_scores_as_hf_infer(lab, folder, stage, left):
-    zero = {} if stage is None else {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    zero = (
+        {}
+        if stage is None
+        else {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    )
     role = {"model_args": {"dtype": "fp32"}, "infer_batch_size": 2}
     plain, sharded = (
-        make_config("dpo", folder, reference={**role, "strategy_args": strategy, "world_size": workers})
+        make_config(
+            "dpo", folder, reference={**role, "strategy_args": strategy, "world_size": workers}
+        )
         for strategy, workers in (
             ({"strategy_name": "hf_infer"}, 1),
             ({"strategy_name": "deepspeed_infer", "strategy_config": zero}, 2),
@@ -288,7 +322,9 @@ def test_inference_scores_as_hf_infer(lab, folder, stage, left):
     batch = pad_batch(make_batch("dpo", rows=10), left=left, right=1)
     inputs = DataProto.from_dict({key: batch.batch[key] for key in ("input_ids", "attention_mask")})
     expected = plain.compute_log_probs(inputs).batch["log_probs"]
-    torch.testing.assert_close(lab.compute_log_probs(inputs).batch["log_probs"], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        lab.compute_log_probs(inputs).batch["log_probs"], expected, atol=1e-6, rtol=0
+    )
     # New weights, as a weight sync writes them.
     new = {name: weight + 0.01 for name, weight in plain.strategy.named_weights()}
     lab.execute_all_sync("write_weights", new)
@@ -296,7 +332,9 @@ def test_inference_scores_as_hf_infer(lab, folder, stage, left):
         assert_same(weights, new)
     plain.strategy.update_weights(new)
     expected = plain.compute_log_probs(inputs).batch["log_probs"]
-    torch.testing.assert_close(lab.compute_log_probs(inputs).batch["log_probs"], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        lab.compute_log_probs(inputs).batch["log_probs"], expected, atol=1e-6, rtol=0
+    )
 
 
 def test_bf16_differs_by_rounding_only(lab, folder):
@@ -311,7 +349,9 @@ def test_bf16_differs_by_rounding_only(lab, folder):
 def test_stage_3_cannot_go_without_logits(folder):
     config = zero_config("dpo", folder, 3, workers=1)
     config.actor_train.strategy_args.strategy_config["linear_logits"] = True
-    with pytest.raises(ConfigError, match=r"actor_train\.strategy_args\.strategy_config\.linear_logits: found true"):
+    with pytest.raises(
+        ConfigError, match=r"actor_train\.strategy_args\.strategy_config\.linear_logits: found true"
+    ):
         local_worker("dpo", config)
 
 
@@ -321,19 +361,27 @@ def test_stage_3_cannot_go_without_logits(folder):
 )
 def test_a_key_that_deepspeed_would_ignore_is_refused(folder, key, message):
     config = zero_config("dpo", folder, None, workers=1, strategy_config={key: 1})
-    with pytest.raises(ConfigError, match=rf"strategy_config\.{key}: DeepSpeed has no such key; {message}"):
+    with pytest.raises(
+        ConfigError, match=rf"strategy_config\.{key}: DeepSpeed has no such key; {message}"
+    ):
         local_worker("dpo", config)
 
 
 def test_a_conflicting_key_is_named(folder):
     config = zero_config("dpo", folder, None, workers=1, strategy_config={"gradient_clipping": 3.0})
-    with pytest.raises(ConfigError, match=r"strategy_config\.gradient_clipping: found 3\.0, but the run says"):
+    with pytest.raises(
+        ConfigError, match=r"strategy_config\.gradient_clipping: found 3\.0, but the run says"
+    ):
         local_worker("dpo", config)
 
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "more", "runs_at"),
-    [(0, "fp32", {}, 1), (1, "bf16", {}, 2), (1, "bf16", {"data_types": {"grad_accum_dtype": "bf16"}}, 1)],
+    [
+        (0, "fp32", {}, 1),
+        (1, "bf16", {}, 2),
+        (1, "bf16", {"data_types": {"grad_accum_dtype": "bf16"}}, 1),
+    ],
 )
 def test_low_stages_in_half_precision(folder, stage, dtype, more, runs_at):
     strategy_config = {"zero_optimization": {"stage": stage}, **more}
@@ -342,10 +390,14 @@ def test_low_stages_in_half_precision(folder, stage, dtype, more, runs_at):
     assert worker.strategy.engine.zero_optimization_stage() == runs_at
     before = {name: weight.clone() for name, weight in worker.strategy.named_weights()}
     train(worker, 0, 2)  # the first has a learning rate of 0
-    assert any(not torch.equal(weight, before[name]) for name, weight in worker.strategy.named_weights())
+    assert any(
+        not torch.equal(weight, before[name]) for name, weight in worker.strategy.named_weights()
+    )
 
 
 def test_without_the_package(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(MissingDependencyError, match=re.escape(install_hint("deepspeed")) + ".*fsdp2_train"):
+    with pytest.raises(
+        MissingDependencyError, match=re.escape(install_hint("deepspeed")) + ".*fsdp2_train"
+    ):
         local_worker("dpo", zero_config("dpo", folder, None, workers=1))

@@ -14,7 +14,11 @@ from roll.ops.loss_in_parts import loss_in_parts
 
 def gradients(pipeline, folder, batch, micro_batch=2, model_args=None, **strategy_config):
     config = make_config(
-        pipeline, folder, micro_batch=micro_batch, model_args=model_args, strategy_config=strategy_config
+        pipeline,
+        folder,
+        micro_batch=micro_batch,
+        model_args=model_args,
+        strategy_config=strategy_config,
     )
     worker = PROBES[pipeline](config.actor_train)
     worker.initialize(config)
@@ -31,7 +35,9 @@ def test_every_loss_takes_three_products_with_the_same_gradient(tmp_path, monkey
     again, num_again = gradients(pipeline, folder, batch, keep_logits_gib=0)
     num_micro_batches = len(batch) // (2 * batch.meta_info.get("rows_per_unit", 1))
     assert num_again - num_kept == num_micro_batches
-    assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
+    assert kept.keys() == again.keys() and all(
+        torch.equal(kept[name], again[name]) for name in kept
+    )
 
 
 @pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
@@ -62,18 +68,23 @@ def test_no_parts_where_adding_up_takes_more_than_it_saves(tmp_path, monkeypatch
     monkeypatch.setattr(train_strategy, "loss_in_parts", None)
     few = 12 * VOCAB_SIZE * 2 / 2**30
     folder, batch = make_model_folder(tmp_path), make_batch("agentic")
-    gradients("agentic", folder, batch, micro_batch=4, model_args={"dtype": "bf16"}, keep_logits_gib=few)
+    gradients(
+        "agentic", folder, batch, micro_batch=4, model_args={"dtype": "bf16"}, keep_logits_gib=few
+    )
 
 
 @pytest.mark.parametrize(("dtype", "num_parts"), [(torch.float16, 1), (torch.float32, 4)])
 def test_no_parts_in_a_precision_whose_loss_is_scaled(tmp_path, dtype, num_parts):
     few = 12 * VOCAB_SIZE * 4 / 2**30
-    config = make_config("dpo", make_model_folder(tmp_path), strategy_config={"keep_logits_gib": few})
+    config = make_config(
+        "dpo", make_model_folder(tmp_path), strategy_config={"keep_logits_gib": few}
+    )
     worker = PROBES["dpo"](config.actor_train)
     worker.initialize(config)
     batch = make_batch("dpo")
     output = LinearLogits(
-        torch.zeros(*batch["input_ids"].shape, 8, dtype=dtype), torch.zeros(VOCAB_SIZE, 8, dtype=dtype)
+        torch.zeros(*batch["input_ids"].shape, 8, dtype=dtype),
+        torch.zeros(VOCAB_SIZE, 8, dtype=dtype),
     )
     assert len(worker.strategy._parts(batch, output)) == num_parts
 
@@ -82,6 +93,8 @@ def test_prefixes_are_shared_unless_told_otherwise(tmp_path):
     folder, batch = make_model_folder(tmp_path), make_batch("dpo")
     shared, num_shared = gradients("dpo", folder, batch)
     apart, num_apart = gradients("dpo", folder, batch, share_prefixes=False)
-    assert num_shared == num_apart and any(not torch.equal(shared[name], apart[name]) for name in shared)
+    assert num_shared == num_apart and any(
+        not torch.equal(shared[name], apart[name]) for name in shared
+    )
     for name in shared:
         torch.testing.assert_close(shared[name], apart[name], rtol=1e-4, atol=1e-6)

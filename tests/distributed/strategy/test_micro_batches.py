@@ -74,12 +74,16 @@ def test_cuts_leave_rows_in_order():
 
 
 @given(
-    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=8), most=st.integers(0, 20), unit=st.sampled_from([1, 2])
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    most=st.integers(0, 20),
+    unit=st.sampled_from([1, 2]),
 )
 def test_cuts_hold_every_row_once_within_the_budget(tokens, most, unit):
     tokens = [count for count in tokens for _ in range(unit)]
     parts = cut_by_tokens(tokens, most, unit=unit)
-    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(tokens)))
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(
+        range(len(tokens))
+    )
     for part in parts:
         assert part.start % unit == part.stop % unit == 0
         assert sum(tokens[part]) <= most or part.stop - part.start == unit
@@ -123,6 +127,8 @@ def test_widen_puts_results_back_in_their_columns():
 
 
 def test_micro_batch_of_a_fully_padded_row_keeps_two_columns():
-    batch = DataProto.from_dict({"attention_mask": torch.zeros(1, 4), "input_ids": torch.ones(1, 4)})
+    batch = DataProto.from_dict(
+        {"attention_mask": torch.zeros(1, 4), "input_ids": torch.ones(1, 4)}
+    )
     micro = make_micro_batch(batch, [0])
     assert micro.stop - micro.start == 2

@@ -127,17 +127,23 @@ def value_model(folders, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_a_mask_that_is_no_part_of_the_response_mask(folders, mode, micro_batch):
-    check_a_mask_that_marks_everything("rlvr", mode, folders["qwen2", True], micro_batch=micro_batch)
+    check_a_mask_that_marks_everything(
+        "rlvr", mode, folders["qwen2", True], micro_batch=micro_batch
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_such_a_mask_and_the_value_loss(value_model, micro_batch):
-    check_a_mask_that_marks_everything("critic", None, value_model, micro_batch=micro_batch, value_clip=0.2)
+    check_a_mask_that_marks_everything(
+        "critic", None, value_model, micro_batch=micro_batch, value_clip=0.2
+    )
 
 
 @pytest.mark.ray
 def test_such_a_mask_on_two_ranks(folders, value_model):
-    check_a_mask_that_marks_everything("rlvr", None, folders["qwen2", True], workers=2, backend="ray")
+    check_a_mask_that_marks_everything(
+        "rlvr", None, folders["qwen2", True], workers=2, backend="ray"
+    )
     check_a_mask_that_marks_everything("critic", None, value_model, workers=2, backend="ray")
 
 
@@ -154,20 +160,42 @@ def test_fsdp2_on_one_rank(folders, pipeline, lone_process_group):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("pipeline", ["agentic", "rlvr", "dpo"])
 def test_the_head_in_parts(folders, model, pipeline):
-    check(pipeline, None, folders[model], micro_batch=8, strategy_config={"keep_logits_gib": TWELVE_TOKENS})
+    check(
+        pipeline,
+        None,
+        folders[model],
+        micro_batch=8,
+        strategy_config={"keep_logits_gib": TWELVE_TOKENS},
+    )
 
 
 @pytest.mark.parametrize("pipeline", ["agentic", "dpo"])
 def test_the_head_in_parts_with_fsdp2(folders, pipeline, lone_process_group):
     few = {"keep_logits_gib": TWELVE_TOKENS}
-    check(pipeline, None, folders["qwen2", True], micro_batch=8, strategy="fsdp2_train", strategy_config=few)
+    check(
+        pipeline,
+        None,
+        folders["qwen2", True],
+        micro_batch=8,
+        strategy="fsdp2_train",
+        strategy_config=few,
+    )
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
 @pytest.mark.parametrize(("pipeline", "workers"), [("agentic", 2), ("dpo", 2), ("rlvr", 4)])
 def test_ranks(folders, strategy, pipeline, workers):
-    check(pipeline, None, folders["qwen2", False], strategy=strategy, workers=workers, left=1, right=2, backend="ray")
+    check(
+        pipeline,
+        None,
+        folders["qwen2", False],
+        strategy=strategy,
+        workers=workers,
+        left=1,
+        right=2,
+        backend="ray",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +220,10 @@ def test_whole_grid(folders, labs, workers, strategy, model, pipeline, mode):
     turn = LOSSES.index((pipeline, mode)) + MODELS.index(model)
     options = {
         "strategy": strategy,
-        "strategy_config": {"linear_logits": turn % 2 == 0, "keep_logits_gib": TWELVE_TOKENS if turn % 4 == 0 else 1},
+        "strategy_config": {
+            "linear_logits": turn % 2 == 0,
+            "keep_logits_gib": TWELVE_TOKENS if turn % 4 == 0 else 1,
+        },
         "gradient_checkpointing": turn % 3 == 0,
         "workers": workers,
         "max_tokens": 28 if turn % 4 == 1 else None,

@@ -41,7 +41,9 @@ def dpo_loss_of_plain_model(model, batch):
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
     logits = model(ids, attention_mask=mask, use_cache=False).logits.float()
     log_probs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
-    completion = (mask[:, 1:] == 1) & (torch.arange(1, ids.shape[1]) >= batch.batch["prompt_id_lens"][:, None])
+    completion = (mask[:, 1:] == 1) & (
+        torch.arange(1, ids.shape[1]) >= batch.batch["prompt_id_lens"][:, None]
+    )
     margins = torch.where(completion, log_probs - batch.batch["reference_log_probs"], 0.0).sum(-1)
     return -torch.nn.functional.logsigmoid(0.1 * (margins[0::2] - margins[1::2])).mean()
 
@@ -56,9 +58,13 @@ def test_training_matches_a_plain_loop(folder, lora):
     if lora:
         from peft import LoraConfig, get_peft_model
 
-        plain = get_peft_model(plain, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+        plain = get_peft_model(
+            plain, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+        )
         plain.load_state_dict(worker.strategy.model.state_dict())
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1
+    )
     total = config.actor_train.training_args.max_steps
     for step in range(4):
         batch = make_batch("dpo", seed=step)
@@ -80,7 +86,9 @@ def weights_of(worker):
 
 
 def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(folder, tmp_path):
-    config = make_config("agentic", folder, output_dir=str(tmp_path), training_args={"learning_rate": 1e-2})
+    config = make_config(
+        "agentic", folder, output_dir=str(tmp_path), training_args={"learning_rate": 1e-2}
+    )
     worker = local_worker("agentic", config)
     good, bad = make_batch("agentic"), make_batch("agentic")
     bad.batch["advantages"] = torch.full_like(bad.batch["advantages"], torch.inf)
@@ -97,15 +105,21 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(folder, tm
 
 
 @pytest.mark.parametrize("part", ["loss", "gradient"])
-def test_a_step_is_skipped_if_only_its_loss_or_only_its_gradient_is_not_finite(folder, tmp_path, part):
-    config = make_config("agentic", folder, output_dir=str(tmp_path), training_args={"learning_rate": 1e-2})
+def test_a_step_is_skipped_if_only_its_loss_or_only_its_gradient_is_not_finite(
+    folder, tmp_path, part
+):
+    config = make_config(
+        "agentic", folder, output_dir=str(tmp_path), training_args={"learning_rate": 1e-2}
+    )
     worker = local_worker("agentic", config)
     totals = []
 
     def broken(data, output):
         loss, metrics = worker.loss_func(data, output)
         zero = loss - loss.detach()
-        loss = loss + (torch.inf if part == "loss" else zero.sqrt())  # a constant; 0 with an infinite slope
+        loss = loss + (
+            torch.inf if part == "loss" else zero.sqrt()
+        )  # a constant; 0 with an infinite slope
         totals.append(loss.item())
         return loss, metrics
 
@@ -114,7 +128,10 @@ def test_a_step_is_skipped_if_only_its_loss_or_only_its_gradient_is_not_finite(f
     assert math.isfinite(sum(totals)) is (part == "gradient")
     assert math.isfinite(metrics["actor_train/grad_norm"]) is (part == "loss")
     assert metrics["actor_train/skipped_steps@max"] == 1
-    assert all(torch.equal(value, before[name]) for name, value in worker.strategy.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in worker.strategy.model.state_dict().items()
+    )
 
 
 class Meeting(Ranks):
@@ -138,7 +155,9 @@ def test_a_rank_without_rows_counts_nothing(folder, pipeline, monkeypatch):
     monkeypatch.setattr(Meeting, "brought", [])
     strategy.global_counts(idle)
     assert strategy.global_counts(batch) == alone
-    assert set(Meeting.brought[0]) == {0.0} and alone["global_valid_samples"]["default"] == len(batch)
+    assert set(Meeting.brought[0]) == {0.0} and alone["global_valid_samples"]["default"] == len(
+        batch
+    )
 
 
 def test_three_bad_steps_in_a_row_stop_the_run_with_the_batch_on_disk(folder, tmp_path):
@@ -165,7 +184,9 @@ def test_log_probs_equal_a_plain_float64_forward(folder):
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     ids = batch.batch["input_ids"]
     with torch.no_grad():
-        logits = plain(ids, attention_mask=batch.batch["attention_mask"], use_cache=False).logits[:, :-1]
+        logits = plain(ids, attention_mask=batch.batch["attention_mask"], use_cache=False).logits[
+            :, :-1
+        ]
     log_softmax = torch.log_softmax(logits / 0.95, -1)  # the default sampling temperature
     mask = batch.batch["response_mask"][:, 1:] != 0
     expected = torch.where(mask, log_softmax.gather(-1, ids[:, 1:, None])[..., 0], 0.0)
@@ -178,9 +199,13 @@ def test_log_probs_equal_a_plain_float64_forward(folder):
 @pytest.mark.parametrize("share_prefixes", [True, False])
 @pytest.mark.parametrize("left", [0, 3])
 @pytest.mark.parametrize("jump", [0, 1, 7, -2])
-def test_positions_of_the_caller_are_those_of_plain_transformers(folder, share_prefixes, left, jump):
+def test_positions_of_the_caller_are_those_of_plain_transformers(
+    folder, share_prefixes, left, jump
+):
     """Tokens from the fifth on stand `jump` positions further right; padding has any position."""
-    worker = local_worker("dpo", make_config("dpo", folder, strategy_config={"share_prefixes": share_prefixes}))
+    worker = local_worker(
+        "dpo", make_config("dpo", folder, strategy_config={"share_prefixes": share_prefixes})
+    )
     assert worker.strategy.shares_prefixes == share_prefixes
     batch = pad_batch(make_batch("dpo"), left=left, right=2)
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -189,8 +214,12 @@ def test_positions_of_the_caller_are_those_of_plain_transformers(folder, share_p
     positions += jump * (positions >= 4)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
-        logits = plain(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, :-1]
-    expected = torch.where(mask[:, 1:] != 0, logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0], 0.0)
+        logits = plain(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[
+            :, :-1
+        ]
+    expected = torch.where(
+        mask[:, 1:] != 0, logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0], 0.0
+    )
     batch["position_ids"] = torch.where(mask != 0, positions, -5)
     log_probs = worker.compute_log_probs(batch)["log_probs"]
     real = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
@@ -213,7 +242,9 @@ def test_positions_of_several_channels(folder):
     batch["position_ids"] = positions[:, None].expand(-1, 3, -1)
     assert torch.equal(worker.compute_log_probs(batch)["log_probs"], plain)
     batch["position_ids"] = 2 * batch["position_ids"]
-    with pytest.raises(ValueError, match=r"position_ids have shape \(8, 3, 14\), expected \(8, 14\)"):
+    with pytest.raises(
+        ValueError, match=r"position_ids have shape \(8, 3, 14\), expected \(8, 14\)"
+    ):
         worker.compute_log_probs(batch)
     batch["position_ids"] = positions[:, :-1]
     with pytest.raises(ValueError, match=r"position_ids have shape \(8, 13\), expected \(8, 14\)"):
@@ -239,7 +270,9 @@ def test_the_seeds_call_gives_one_batch_in_input_order(folder):
     batch = make_batch("dpo")
     log_probs = reference_cluster.execute_all_sync("compute_log_probs", batch).batch["log_probs"]
     assert log_probs.shape == (len(batch), batch.batch["input_ids"].shape[1] - 1)
-    alone = [reference_cluster.compute_log_probs(batch[i]).batch["log_probs"] for i in range(len(batch))]
+    alone = [
+        reference_cluster.compute_log_probs(batch[i]).batch["log_probs"] for i in range(len(batch))
+    ]
     torch.testing.assert_close(log_probs, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
@@ -279,4 +312,7 @@ def test_a_large_model_that_leaves_the_gpus_alone_is_mentioned(folder, monkeypat
     monkeypatch.setattr(worker.logger, "warning", said.append)
     worker.strategy._mention_unused_gpus()
     assert bool(said) is is_said
-    assert all("actor_train computes on the CPU, although this machine has 2 GPU(s)" in text for text in said)
+    assert all(
+        "actor_train computes on the CPU, although this machine has 2 GPU(s)" in text
+        for text in said
+    )

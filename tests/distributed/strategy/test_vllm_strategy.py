@@ -35,9 +35,15 @@ def infer_role(folder, *, strategy_config=None, **options):
 class Pair:
     """A role that trains and a role that generates with vLLM, and how to compare them."""
 
-    def __init__(self, folder, *, backend="local", strategy="hf_train", sequence_length=64, **options):
+    def __init__(
+        self, folder, *, backend="local", strategy="hf_train", sequence_length=64, **options
+    ):
         self.config = make_config(
-            "dpo", folder, training_args={"learning_rate": 1e-2}, strategy=strategy, sequence_length=sequence_length
+            "dpo",
+            folder,
+            training_args={"learning_rate": 1e-2},
+            strategy=strategy,
+            sequence_length=sequence_length,
         )
         resources = ResourceManager(0, 1, backend=backend)
         self.train = Cluster("actor_train", PROBES["dpo"], resources, self.config.actor_train)
@@ -67,7 +73,10 @@ def requests_of(*lengths, num_samples=1, max_new_tokens=10, **sampling):
     params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
     return [
         GenerationRequest(
-            f"r{index}", tuple(torch.randint(4, 99, (length,), generator=generator).tolist()), params, num_samples
+            f"r{index}",
+            tuple(torch.randint(4, 99, (length,), generator=generator).tolist()),
+            params,
+            num_samples,
         )
         for index, length in enumerate(lengths)
     ]
@@ -83,7 +92,9 @@ def largest_gap(model, requests, outputs, temperature=1.0):
         logits = model(ids, use_cache=False).logits
         logits = logits if isinstance(logits, torch.Tensor) else logits.materialize()
         log_probs = (logits[0].detach().float() / temperature).log_softmax(-1)
-        expected = [log_probs[len(given) - 1 + i, token].item() for i, token in enumerate(output.token_ids)]
+        expected = [
+            log_probs[len(given) - 1 + i, token].item() for i, token in enumerate(output.token_ids)
+        ]
         gaps.append((torch.tensor(output.log_probs) - torch.tensor(expected)).abs().max().item())
     return max(gaps)
 
@@ -130,8 +141,12 @@ def test_wrong_engine_arguments_are_named_before_vllm_starts(tmp_path, strategy_
 @pytest.mark.vllm
 def test_a_head_size_that_vllm_lacks_is_named_before_it_starts(tmp_path):
     folder = make_model_folder(tmp_path, head_dim=24)
-    cluster = Cluster("actor_infer", InferWorker, ResourceManager(0, 1, backend="local"), infer_role(folder))
-    with pytest.raises(WorkerError, match=r"no attention for heads of size 24 .*it has 32, 64.*hf_infer"):
+    cluster = Cluster(
+        "actor_infer", InferWorker, ResourceManager(0, 1, backend="local"), infer_role(folder)
+    )
+    with pytest.raises(
+        WorkerError, match=r"no attention for heads of size 24 .*it has 32, 64.*hf_infer"
+    ):
         cluster.initialize(make_config("dpo", folder))
 
 
@@ -141,7 +156,13 @@ def test_a_head_size_that_vllm_lacks_is_named_before_it_starts(tmp_path):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     # vLLM and what it imports set all of these, and child processes would inherit them.
-    inherited = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "OMP_NUM_THREADS")
+    inherited = (
+        "LD_PRELOAD",
+        "LD_LIBRARY_PATH",
+        "LOCAL_WORLD_SIZE",
+        "NUMEXPR_MAX_THREADS",
+        "OMP_NUM_THREADS",
+    )
     before = {name: os.environ.get(name) for name in inherited}
     threads = torch.set_num_threads
     folder = make_model_folder(tmp_path_factory.mktemp("tied"))
@@ -178,7 +199,9 @@ def test_a_sample_depends_on_seed_and_key_only(pair):
     together = pair.engine.generate(requests)
     alone = [output for request in reversed(requests) for output in pair.engine.generate([request])]
     by_name = {(output.request_id, output.sample_index): output.token_ids for output in alone}
-    assert all(output.token_ids == by_name[output.request_id, output.sample_index] for output in together)
+    assert all(
+        output.token_ids == by_name[output.request_id, output.sample_index] for output in together
+    )
     other = pair.engine.generate(requests_of(4, 7, 5, num_samples=2, seed=1))
     assert [output.token_ids for output in other] != [output.token_ids for output in together]
 
@@ -206,7 +229,9 @@ def test_weights_that_vllm_does_not_use_are_noticed(pair):
     expected = pair.train.execute_rank_zero_sync("weight_checksums", set(delivered))
 
     def held(weights):
-        return pair.engine.on_model(lambda worker: held_checksums(worker.model_runner.get_model(), weights))
+        return pair.engine.on_model(
+            lambda worker: held_checksums(worker.model_runner.get_model(), weights)
+        )
 
     assert held({name: weight.detach() for name, weight in delivered.items()}) == expected
     for name, weight in delivered.items():
@@ -218,8 +243,12 @@ def test_weights_that_vllm_does_not_use_are_noticed(pair):
 @pytest.mark.vllm
 def test_a_tied_head_that_was_not_repacked_stops_the_update(pair, monkeypatch):
     module = importlib.import_module("roll.distributed.strategy.vllm_strategy")
-    monkeypatch.setattr(module, "_reload", lambda worker, weights: worker.reload_weights(weights_iterator=weights))
-    with pytest.raises(RuntimeError, match=r"does not hold the weights that were sent.*embed_tokens"):
+    monkeypatch.setattr(
+        module, "_reload", lambda worker, weights: worker.reload_weights(weights_iterator=weights)
+    )
+    with pytest.raises(
+        RuntimeError, match=r"does not hold the weights that were sent.*embed_tokens"
+    ):
         pair.update(1)
     monkeypatch.undo()
     pair.updates.model_update(0)
@@ -249,12 +278,16 @@ def test_ends_and_stop_strings_are_those_of_every_engine(pair):
     stop = text[4:7]
     end = text.find(stop) + 3
     for include in (True, False):
-        stopped = requests_of(5, max_new_tokens=20, stop_strings=(stop,), include_stop_str_in_output=include)
+        stopped = requests_of(
+            5, max_new_tokens=20, stop_strings=(stop,), include_stop_str_in_output=include
+        )
         (output,) = pair.engine.generate(stopped)
         assert TOKENIZER.decode(output.token_ids) == text[: end if include else end - 3]
         assert output.finish_reason == "stop"
         assert len(output.log_probs) == len(output.token_ids)
-    (output,) = pair.engine.generate(requests_of(5, max_new_tokens=20, stop_token_ids=(whole.token_ids[2],)))
+    (output,) = pair.engine.generate(
+        requests_of(5, max_new_tokens=20, stop_token_ids=(whole.token_ids[2],))
+    )
     assert output.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[2]) + 1]
     (output,) = pair.engine.generate(requests_of(5, max_new_tokens=1))
     assert (output.token_ids, output.finish_reason) == (whole.token_ids[:1], "length")
@@ -295,7 +328,10 @@ def test_aborted_requests_return_what_they_have_and_go_on(pair):
         outputs = {output.request_id: output for output in pair.engine.generate(requests)}
     finally:
         del pair.engine.llm.step
-    assert outputs["r0"].token_ids == whole["r0"].token_ids and outputs["r2"].token_ids == whole["r2"].token_ids
+    assert (
+        outputs["r0"].token_ids == whole["r0"].token_ids
+        and outputs["r2"].token_ids == whole["r2"].token_ids
+    )
     part = outputs["r1"]
     assert part.finish_reason == "abort"
     assert 0 < len(part.token_ids) < 40
@@ -315,16 +351,27 @@ def test_workers_generate_rows_with_their_log_probs(pair):
             "input_ids": torch.tensor([[0, 30, 31], [40, 41, 42]]),
             "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
         },
-        meta_info={"generation_config": {"max_new_tokens": 6, "num_return_sequences": 2}, "global_step": 4},
+        meta_info={
+            "generation_config": {"max_new_tokens": 6, "num_return_sequences": 2},
+            "global_step": 4,
+        },
     )
     rows = pair.infer.generate(prompts)
     assert len(rows) == 4
     assert rows.non_tensor_batch["policy_version"].tolist() == [4] * 4
     mask = rows.batch["response_mask"][:, 1:].bool()
-    logits = pair.model()(rows.batch["input_ids"], attention_mask=rows.batch["attention_mask"]).logits
+    logits = pair.model()(
+        rows.batch["input_ids"], attention_mask=rows.batch["attention_mask"]
+    ).logits
     logits = logits if isinstance(logits, torch.Tensor) else logits.materialize()
-    expected = logits.detach()[:, :-1].log_softmax(-1).gather(-1, rows.batch["input_ids"][:, 1:, None])[..., 0]
-    torch.testing.assert_close(rows.batch["infer_logprobs"][mask], expected[mask], rtol=0, atol=1e-4)
+    expected = (
+        logits.detach()[:, :-1]
+        .log_softmax(-1)
+        .gather(-1, rows.batch["input_ids"][:, 1:, None])[..., 0]
+    )
+    torch.testing.assert_close(
+        rows.batch["infer_logprobs"][mask], expected[mask], rtol=0, atol=1e-4
+    )
     assert (rows.batch["infer_logprobs"][~mask] == 0).all()
 
 
@@ -359,6 +406,8 @@ def test_vllm_in_an_actor_of_its_own_gets_its_weights_by_broadcast(tmp_path, str
         # Abort gets through while the worker generates.
         running = pair.infer.generate_requests(requests_of(4, 5, max_new_tokens=55), blocking=False)
         pair.infer.abort_requests()
-        outputs = [output for share in pair.infer.gather(running, "generate_requests") for output in share]
+        outputs = [
+            output for share in pair.infer.gather(running, "generate_requests") for output in share
+        ]
         assert len(outputs) == 2
         assert {output.finish_reason for output in outputs} <= {"abort", "length", "stop"}

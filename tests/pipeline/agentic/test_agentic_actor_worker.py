@@ -7,7 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import GARBAGE, cuts, loss_and_gradient, merged, narrowed, policy_batch, window, with_counts
+from loss_cases import (
+    GARBAGE,
+    cuts,
+    loss_and_gradient,
+    merged,
+    narrowed,
+    policy_batch,
+    window,
+    with_counts,
+)
 
 from roll.algorithms.masking import segment_masked_mean
 from roll.configs.worker_config import WorkerConfig
@@ -48,7 +57,9 @@ CORRECTION = {
 }
 
 
-def make_worker(recompute: bool = False, worker_options: dict[str, Any] | None = None, **options: Any) -> ActorWorker:
+def make_worker(
+    recompute: bool = False, worker_options: dict[str, Any] | None = None, **options: Any
+) -> ActorWorker:
     worker = ActorWorker(WorkerConfig(name="actor_train", **(worker_options or {})))
     worker.pipeline_config = AgenticConfig(
         prompt_length=8,
@@ -60,7 +71,12 @@ def make_worker(recompute: bool = False, worker_options: dict[str, Any] | None =
     return worker
 
 
-FULL = {"use_kl_loss": True, "kl_loss_coef": 0.05, "entropy_loss_coef": 0.01, "train_infer_correction": CORRECTION}
+FULL = {
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.05,
+    "entropy_loss_coef": 0.01,
+    "train_infer_correction": CORRECTION,
+}
 
 
 def test_metrics_are_floats_under_rolls_names() -> None:
@@ -97,7 +113,9 @@ def test_the_loss_by_hand() -> None:
     assert metrics["actor/entropy@sum"] == pytest.approx(math.log(2))
     assert loss.item() == pytest.approx(-2.1 + 0.1 * k3 / 2 - 0.01 * math.log(2))
     assert metrics["actor/clipfrac@sum"] == metrics["actor/ppo_ratio_high_clipfrac@sum"] == 0.5
-    assert metrics["actor/ratio_max@max"] == pytest.approx(2) and metrics["actor/ratio_min@min"] == pytest.approx(1)
+    assert metrics["actor/ratio_max@max"] == pytest.approx(2) and metrics[
+        "actor/ratio_min@min"
+    ] == pytest.approx(1)
     assert metrics["actor/policykl@sum"] == pytest.approx(math.log(2) / 2)
     assert metrics["actor/approxkl@sum"] == pytest.approx(math.log(2) ** 2 / 4)
 
@@ -136,7 +154,9 @@ def test_any_object_with_the_fields_of_roll_serves_as_configuration() -> None:
 RATIO_TYPES = ["token", "segment", "seq", "segment_token", "seq_token"]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 @given(seed=st.integers(0, 10_000), ratio_type=st.sampled_from(RATIO_TYPES))
 @settings(max_examples=12, deadline=None)
 def test_micro_batches_trimmed_to_their_width_add_up(mode: str, seed: int, ratio_type: str) -> None:
@@ -147,7 +167,9 @@ def test_micro_batches_trimmed_to_their_width_add_up(mode: str, seed: int, ratio
     losses, parts, summed = [], [], torch.zeros_like(gradient)
     for rows in cuts(len(data), seed):
         used = window(data["response_mask"][rows])
-        used = slice(max(used.start - 1, 0), max(used.stop, used.start + 2))  # a prediction needs the token before
+        used = slice(
+            max(used.start - 1, 0), max(used.stop, used.start + 2)
+        )  # a prediction needs the token before
         piece_loss, piece_metrics, piece_gradient = loss_and_gradient(
             worker, narrowed(data, rows, used), logits[rows][:, used]
         )
@@ -182,7 +204,11 @@ def test_nothing_that_was_given_is_changed() -> None:
     data, logits = policy_batch()
     data = with_counts(data, "response_mask")
     worker = make_worker(ratio_type="segment", **FULL)
-    before, config, meta = data.clone(), worker.pipeline_config.model_dump(), copy.deepcopy(data.meta_info)
+    before, config, meta = (
+        data.clone(),
+        worker.pipeline_config.model_dump(),
+        copy.deepcopy(data.meta_info),
+    )
     worker.loss_func(data, logits)
     assert set(data.batch.keys()) == set(before.batch.keys())
     assert all(torch.equal(data[key], before[key]) for key in before.batch.keys())
@@ -207,7 +233,9 @@ class Strategy:
 
     def score(self, output, input_ids, mask, *, temperature, with_entropy):
         self.asked_for_entropy.append(with_entropy)
-        return next_token_log_probs(output, input_ids, mask, temperature=temperature, with_entropy=with_entropy)
+        return next_token_log_probs(
+            output, input_ids, mask, temperature=temperature, with_entropy=with_entropy
+        )
 
 
 def test_a_strategy_does_the_scoring_when_there_is_one() -> None:
@@ -220,7 +248,9 @@ def test_a_strategy_does_the_scoring_when_there_is_one() -> None:
     torch.testing.assert_close(loss, expected)
     worker.pipeline_config = make_worker().pipeline_config
     worker.loss_func(data, logits)
-    assert worker.strategy.asked_for_entropy == [True, False], "no entropy unless it has a coefficient"
+    assert worker.strategy.asked_for_entropy == [True, False], (
+        "no entropy unless it has a coefficient"
+    )
 
 
 def test_the_temperature_divides_the_logits() -> None:
@@ -253,7 +283,9 @@ def test_an_all_masked_micro_batch_is_a_connected_zero_without_extremes() -> Non
 def test_l2_the_filter_changes_loss_and_gradient_in_token_mean() -> None:
     data, logits = policy_batch(1)
     filters = {"filters": [{"enabled": True, "ratio_low": 0.9, "ratio_high": 1.1}]}
-    plain, _, plain_gradient = loss_and_gradient(make_worker(loss_agg_mode="token-mean"), data, logits)
+    plain, _, plain_gradient = loss_and_gradient(
+        make_worker(loss_agg_mode="token-mean"), data, logits
+    )
     worker = make_worker(loss_agg_mode="token-mean", train_infer_correction=filters)
     loss, metrics, gradient = loss_and_gradient(worker, data, logits)
     kept = metrics["actor/train_infer_final_mask_mean@sum"]
@@ -263,13 +295,21 @@ def test_l2_the_filter_changes_loss_and_gradient_in_token_mean() -> None:
 
 
 @pytest.mark.parametrize("ratio_type", ["token", "segment"])
-def test_l3_l12_l13_correction_on_the_driver_and_in_the_worker_are_one_loss(ratio_type: str) -> None:
+def test_l3_l12_l13_correction_on_the_driver_and_in_the_worker_are_one_loss(
+    ratio_type: str,
+) -> None:
     data, logits = policy_batch(1)
-    options = {"loss_agg_mode": "token-mean", "ratio_type": ratio_type, "train_infer_correction": CORRECTION}
+    options = {
+        "loss_agg_mode": "token-mean",
+        "ratio_type": ratio_type,
+        "train_infer_correction": CORRECTION,
+    }
     in_worker = make_worker(**options)
     loss, metrics, gradient = loss_and_gradient(in_worker, data, logits)
     on_driver = make_worker(recompute=True, **options)
-    corrected, driver_metrics = apply_train_infer_correction_to_batch(on_driver.pipeline_config, data)
+    corrected, driver_metrics = apply_train_infer_correction_to_batch(
+        on_driver.pipeline_config, data
+    )
     driver_loss, worker_metrics, driver_gradient = loss_and_gradient(on_driver, corrected, logits)
     assert torch.equal(driver_loss, loss) and torch.equal(driver_gradient, gradient)
     assert {**worker_metrics, **driver_metrics} == pytest.approx(metrics)
@@ -302,36 +342,50 @@ def test_l7_columns_are_needed_only_by_what_is_switched_on() -> None:
     needs = {
         "ref_log_probs": make_worker(use_kl_loss=True),
         "infer_logprobs": make_worker(train_infer_correction=CORRECTION),
-        "train_infer_is_weight": make_worker(recompute=True, train_infer_correction={"is_weight": {"enabled": True}}),
-        "train_infer_filter_mask": make_worker(recompute=True, train_infer_correction={"filters": [{"enabled": True}]}),
+        "train_infer_is_weight": make_worker(
+            recompute=True, train_infer_correction={"is_weight": {"enabled": True}}
+        ),
+        "train_infer_filter_mask": make_worker(
+            recompute=True, train_infer_correction={"filters": [{"enabled": True}]}
+        ),
     }
     for column, worker in needs.items():
         with pytest.raises(KeyError, match=f"the batch has no column '{column}'"):
             worker.loss_func(minimal, logits)
     with pytest.raises(KeyError, match="advantages"):
-        make_worker().loss_func(minimal.select(["input_ids", "response_mask", "old_log_probs"]), logits)
+        make_worker().loss_func(
+            minimal.select(["input_ids", "response_mask", "old_log_probs"]), logits
+        )
 
 
 def test_wrong_widths_are_named() -> None:
     data, logits = policy_batch()
     data["advantages"] = torch.zeros_like(data["input_ids"], dtype=torch.float32)
     with pytest.raises(
-        ValueError, match=r"advantages has shape \(4, 10\) but its mask has shape \(4, 9\); token-level"
+        ValueError,
+        match=r"advantages has shape \(4, 10\) but its mask has shape \(4, 9\); token-level",
     ):
         make_worker().loss_func(data, logits)
 
 
 def test_counts_for_another_mask_are_an_error() -> None:
     data, logits = policy_batch()
-    data.meta_info["batch_num_tokens"], data.meta_info["global_valid_samples"] = {"labels": 3}, {"default": 4}
-    with pytest.raises(KeyError, match=r"no count for 'response_mask' \(it has \['labels'\]\).*loss_mask_keys"):
+    data.meta_info["batch_num_tokens"], data.meta_info["global_valid_samples"] = (
+        {"labels": 3},
+        {"default": 4},
+    )
+    with pytest.raises(
+        KeyError, match=r"no count for 'response_mask' \(it has \['labels'\]\).*loss_mask_keys"
+    ):
         make_worker().loss_func(data, logits)
 
 
 @pytest.mark.parametrize("variant", ["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"])
 def test_pg_variants_by_name(variant: str) -> None:
     data, logits = policy_batch()
-    loss, metrics, gradient = loss_and_gradient(make_worker(worker_options={"pg_variant": variant}), data, logits)
+    loss, metrics, gradient = loss_and_gradient(
+        make_worker(worker_options={"pg_variant": variant}), data, logits
+    )
     plain, _, _ = loss_and_gradient(make_worker(), data, logits)
     assert set(metrics) == POLICY_KEYS | GAP_KEYS and gradient.isfinite().all()
     assert (loss == plain) == (variant == "ppo")

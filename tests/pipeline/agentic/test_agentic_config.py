@@ -51,7 +51,11 @@ def test_defaults_are_rolls():
         "skip_mock_system_prompt": False,
     }
     assert {key: getattr(config, key) for key in expected} == expected
-    assert EnvMonitorConfig().model_dump() == {"enable": True, "monitor_interval": 30, "hung_timeout": 3600}
+    assert EnvMonitorConfig().model_dump() == {
+        "enable": True,
+        "monitor_interval": 30,
+        "hung_timeout": 3600,
+    }
     assert LLMProxyConfig().model_dump() == {"proxy_type": "policy", "proxy_config": {}}
     assert config.actor_train.worker_cls == "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
     assert config.reference.worker_cls == "roll.pipeline.base_worker.ActorWorker"
@@ -74,24 +78,32 @@ def test_defaults_of_environment_managers_are_rolls():
         "world_size": 1,
     }
     assert {key: getattr(manager, key) for key in expected} == expected
-    assert (agentic().train_env_manager.name, agentic().val_env_manager.name) == ("train_env", "val_env")
+    assert (agentic().train_env_manager.name, agentic().val_env_manager.name) == (
+        "train_env",
+        "val_env",
+    )
 
 
 def test_workers_follow_from_environments():
-    manager = EnvManagerConfig(num_env_groups=4, group_size=8, group_size_redundancy=2, max_env_num_per_worker=16)
+    manager = EnvManagerConfig(
+        num_env_groups=4, group_size=8, group_size_redundancy=2, max_env_num_per_worker=16
+    )
     assert (manager.final_group_size, manager.num_envs, manager.world_size) == (10, 40, 3)
 
 
 def test_groups_are_shared_equally_unless_a_partition_is_given():
     tags = ["a", "b", "c"]
     assert EnvManagerConfig(num_env_groups=8, tags=tags).num_groups_partition == [3, 3, 2]
-    assert EnvManagerConfig(num_env_groups=8, tags=tags, num_groups_partition=[6, 2, 0]).num_groups_partition == [
+    assert EnvManagerConfig(
+        num_env_groups=8, tags=tags, num_groups_partition=[6, 2, 0]
+    ).num_groups_partition == [
         6,
         2,
         0,
     ]
     with pytest.raises(
-        ConfigError, match=r"num_groups_partition: found \[6, 1, 0\] .* add up to num_env_groups = 8, not 7"
+        ConfigError,
+        match=r"num_groups_partition: found \[6, 1, 0\] .* add up to num_env_groups = 8, not 7",
     ):
         EnvManagerConfig(num_env_groups=8, tags=tags, num_groups_partition=[6, 1, 0])
     with pytest.raises(ConfigError, match=r"one number for each of the 3 tags"):
@@ -100,12 +112,16 @@ def test_groups_are_shared_equally_unless_a_partition_is_given():
 
 def test_trajectories_per_environment():
     config = agentic(
-        rollout_batch_size=64, train_env_manager={"num_env_groups": 4, "group_size": 8}, val_batch_size=256
+        rollout_batch_size=64,
+        train_env_manager={"num_env_groups": 4, "group_size": 8},
+        val_batch_size=256,
     )
     assert config.train_env_manager.max_traj_per_env == 2
     assert config.val_env_manager.max_traj_per_env == 2
     assert agentic(val_batch_size=-1).val_env_manager.max_traj_per_env == sys.maxsize
-    assert agentic(train_env_manager={"max_traj_per_env": 5}).train_env_manager.max_traj_per_env == 5
+    assert (
+        agentic(train_env_manager={"max_traj_per_env": 5}).train_env_manager.max_traj_per_env == 5
+    )
     ahead = agentic(train_env_manager={"max_traj_per_env": 5}, async_generation_ratio=1)
     assert ahead.train_env_manager.max_traj_per_env == 1
 
@@ -117,7 +133,10 @@ def test_sampling_arguments_come_from_generation_or_from_the_training_environmen
         agentic(train_env_manager={"generating_args": sampling}),
     ):
         for role in (config.actor_infer, config.train_env_manager, config.val_env_manager):
-            assert (role.generating_args.max_new_tokens, role.generating_args.num_return_sequences) == (9, 1)
+            assert (
+                role.generating_args.max_new_tokens,
+                role.generating_args.num_return_sequences,
+            ) == (9, 1)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +172,10 @@ def test_normalisation_types_follow_the_method_unless_written_down(values, types
             },
             "rollout_batch_size: found 100 .* a multiple of 24, .*; use 96 or 120",
         ),
-        ({"val_batch_size": 100}, "val_batch_size: found 100 .* the environments of val_env_manager; use 128 or 256"),
+        (
+            {"val_batch_size": 100},
+            "val_batch_size: found 100 .* the environments of val_env_manager; use 128 or 256",
+        ),
         ({"val_batch_size": 0}, "val_batch_size: found 0 .* a positive number, or -1"),
         (
             {"rollout_batch_size": 256, "train_env_manager": {"max_traj_per_env": 1}},
@@ -167,9 +189,15 @@ def test_normalisation_types_follow_the_method_unless_written_down(values, types
             {"custom_envs": {"A": {}}, "train_env_manager": {"tags": ["A"]}},
             "val_env_manager.tags: found .SimpleSokoban",
         ),
-        ({"reward_normalization": {"method": "std"}}, "reward_normalization.method: found .* identity, mean, mean_std"),
+        (
+            {"reward_normalization": {"method": "std"}},
+            "reward_normalization.method: found .* identity, mean, mean_std",
+        ),
         ({"ratio_type": "word"}, "ratio_type: found .* expected one of token, segment, seq"),
-        ({"batch_adjust_mode": "drop"}, "batch_adjust_mode: found .* copy, delete, auto, random_sample"),
+        (
+            {"batch_adjust_mode": "drop"},
+            "batch_adjust_mode: found .* copy, delete, auto, random_sample",
+        ),
         ({"custom_envs": {"A": 3}}, "custom_envs.A: found 3 .* expected a mapping"),
     ],
 )
@@ -179,7 +207,9 @@ def test_values_that_do_not_fit(values, message):
 
 
 def test_validation_that_never_happens_is_not_checked():
-    config = agentic(custom_envs={"A": {}}, train_env_manager={"tags": ["A"]}, eval_steps=0, val_batch_size=100)
+    config = agentic(
+        custom_envs={"A": {}}, train_env_manager={"tags": ["A"]}, eval_steps=0, val_batch_size=100
+    )
     assert "val_env" not in config.active_roles()
 
 
@@ -195,7 +225,9 @@ def test_turns_as_rows_need_not_divide():
 
 
 def with_manager(manager: str, **values) -> AgenticConfig:
-    return agentic(adv_estimator="grpo", custom_envs={"SimpleSokoban": {"env_manager_cls": manager}}, **values)
+    return agentic(
+        adv_estimator="grpo", custom_envs={"SimpleSokoban": {"env_manager_cls": manager}}, **values
+    )
 
 
 def test_rows_are_turns_if_the_class_of_the_manager_says_so(tmp_path, monkeypatch):
@@ -209,7 +241,9 @@ def test_rows_are_turns_if_the_class_of_the_manager_says_so(tmp_path, monkeypatc
         "    prompts_are_whole = False\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert not with_manager("stepan.code.TrajEnvManager").rows_are_turns, "whatever its name and package"
+    assert not with_manager("stepan.code.TrajEnvManager").rows_are_turns, (
+        "whatever its name and package"
+    )
     assert with_manager("stepan.code.Walker").rows_are_turns, "a subclass of StepEnvManager"
     assert not with_manager("stepan.code.Joined").rows_are_turns, "unless it says otherwise"
     assert with_manager(STEP).rows_are_turns and not with_manager(TRAJ).rows_are_turns
@@ -236,19 +270,31 @@ def test_to_know_whether_rows_are_turns_takes_no_torch():
 def test_a_manager_that_is_not_there_is_among_the_problems():
     with pytest.raises(ConfigError) as caught:
         with_manager("no_such_package.StepEnvManager", val_batch_size=0)
-    assert "custom_envs.SimpleSokoban.env_manager_cls: 'no_such_package.StepEnvManager'" in str(caught.value)
-    assert "there is no module 'no_such_package'" in str(caught.value) and "val_batch_size" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"'collections\.OrderedDict' is no environment manager; expected a subclass"):
+    assert "custom_envs.SimpleSokoban.env_manager_cls: 'no_such_package.StepEnvManager'" in str(
+        caught.value
+    )
+    assert "there is no module 'no_such_package'" in str(caught.value) and "val_batch_size" in str(
+        caught.value
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"'collections\.OrderedDict' is no environment manager; expected a subclass",
+    ):
         with_manager("collections.OrderedDict")
 
 
 def test_a_judge_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"reward: found .* not built yet: a role that judges .* set it to null"):
+    with pytest.raises(
+        ConfigError, match=r"reward: found .* not built yet: a role that judges .* set it to null"
+    ):
         agentic(reward={"llm_proxy": {"proxy_type": "openai"}})
 
 
 def test_environments_are_missing_for_training():
-    assert [problem.key for problem in agentic(adv_estimator="grpo", init_kl_coef=0).missing_for_training()] == [
+    assert [
+        problem.key
+        for problem in agentic(adv_estimator="grpo", init_kl_coef=0).missing_for_training()
+    ] == [
         "actor_train.strategy_args",
         "actor_infer.strategy_args",
         "custom_envs",
@@ -258,10 +304,22 @@ def test_environments_are_missing_for_training():
 @pytest.mark.parametrize(
     ("values", "cautions"),
     [
-        ({"adv_estimator": "grpo", "reward_normalization": {"method": "mean_std"}}, []),  # it does as it is told
-        ({"adv_estimator": "dr_grpo", "reward_normalization": {"grouping": "tags", "method": "mean"}}, []),
         (
-            {"adv_estimator": "rloo", "reward_normalization": {"grouping": "batch", "method": "mean_std"}},
+            {"adv_estimator": "grpo", "reward_normalization": {"method": "mean_std"}},
+            [],
+        ),  # it does as it is told
+        (
+            {
+                "adv_estimator": "dr_grpo",
+                "reward_normalization": {"grouping": "tags", "method": "mean"},
+            },
+            [],
+        ),
+        (
+            {
+                "adv_estimator": "rloo",
+                "reward_normalization": {"grouping": "batch", "method": "mean_std"},
+            },
             [
                 "without effect: reward_normalization.norm_mean_type: batch, reward_normalization.norm_std_type: "
                 "batch; adv_estimator: rloo normalises rewards by its own rule (mean: leave_one_out, std: none)",
@@ -280,7 +338,10 @@ def test_environments_are_missing_for_training():
                 "advantages of their own; ratio_type: seq_token keeps those"
             ],
         ),
-        ({"adv_estimator": "agentic_reinforce", "ratio_type": "segment", "gamma": 0.9}, []),  # one for each turn
+        (
+            {"adv_estimator": "agentic_reinforce", "ratio_type": "segment", "gamma": 0.9},
+            [],
+        ),  # one for each turn
         ({"adv_estimator": "agentic_reinforce", "ratio_type": "seq_token", "gamma": 0.9}, []),
     ],
 )
@@ -306,9 +367,15 @@ def test_an_agent_runner_and_tools_may_be_null():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"tool_wrapper": {"tool_configs": []}}, "custom_envs.B.tool_wrapper: not built yet: tools around"),
+        (
+            {"tool_wrapper": {"tool_configs": []}},
+            "custom_envs.B.tool_wrapper: not built yet: tools around",
+        ),
         ({"agent_runner_cls": "a.B"}, "custom_envs.B.agent_runner_cls: not built yet: programs"),
-        ({"env_type": "webshop"}, 'custom_envs.B.env_type: the environment "webshop" is not built yet'),
+        (
+            {"env_type": "webshop"},
+            'custom_envs.B.env_type: the environment "webshop" is not built yet',
+        ),
         (
             {"env_manager_cls": f"{MANAGERS}.agent_native_env_manager.AgentNativeStepEnvManager"},
             "custom_envs.B.env_manager_cls: not supported: AgentNativeStepEnvManager",

@@ -25,12 +25,20 @@ def train(folder, envs=GOOD, **options):
         pipeline.run()
     model = pipeline.model_folder()
     assert model is not None
-    return pipeline, read_metrics(pipeline.run_dir / "metrics.jsonl"), load_file(model / "model.safetensors")
+    return (
+        pipeline,
+        read_metrics(pipeline.run_dir / "metrics.jsonl"),
+        load_file(model / "model.safetensors"),
+    )
 
 
 def without_times(lines):
     return [
-        {key: value for key, value in line.items() if not key.startswith(("time", "system/tps")) and key != "time"}
+        {
+            key: value
+            for key, value in line.items()
+            if not key.startswith(("time", "system/tps")) and key != "time"
+        }
         for line in lines
     ]
 
@@ -40,17 +48,28 @@ def without_times(lines):
     [
         (
             "grpo",
-            {"ratio_type": "segment", "reward_normalization": {"grouping": "traj_group_id", "method": "mean_std"}},
+            {
+                "ratio_type": "segment",
+                "reward_normalization": {"grouping": "traj_group_id", "method": "mean_std"},
+            },
         ),
         ("reinforce", {"whiten_advantages": True, "use_kl_loss": True, "kl_loss_coef": 0.1}),
-        ("agentic_reinforce", {"gamma": 0.9, "reward_normalization": {"grouping": "tags", "method": "mean"}}),
+        (
+            "agentic_reinforce",
+            {"gamma": 0.9, "reward_normalization": {"grouping": "tags", "method": "mean"}},
+        ),
         ("gae", {"add_token_level_kl": True, "init_kl_coef": 0.1, "ppo_epochs": 2}),
-        ("gigpo", {"custom_envs": {"Good": {"env_type": "bad_envs:GoodEnv", "env_manager_cls": STEP}}}),
+        (
+            "gigpo",
+            {"custom_envs": {"Good": {"env_type": "bad_envs:GoodEnv", "env_manager_cls": STEP}}},
+        ),
         ("step_reinforce", {"batch_adjust_mode": "delete"}),
     ],
 )
 def test_every_estimator(tmp_path, estimator, options):
-    pipeline, lines, weights = train(tmp_path, adv_estimator=estimator, log_samples_per_step=4, **options)
+    pipeline, lines, weights = train(
+        tmp_path, adv_estimator=estimator, log_samples_per_step=4, **options
+    )
     first = lines[0]
     before = load_file(tmp_path / "model" / "model.safetensors")
     assert any(not torch.equal(before[name], weights[name]) for name in weights)
@@ -69,7 +88,9 @@ def test_every_estimator(tmp_path, estimator, options):
         assert "critic/step_rewards_norm/mean" in first and "system/state_batch_size/mean" in first
     written = (pipeline.run_dir / "rollouts" / "step-000000.jsonl").read_text()
     samples = [json.loads(line) for line in written.splitlines()]
-    assert samples[0]["turns"] and samples[0]["tag"] == "Good" and "advantages" in samples[0]["tokens"]
+    assert (
+        samples[0]["turns"] and samples[0]["tag"] == "Good" and "advantages" in samples[0]["tokens"]
+    )
 
 
 def test_the_same_seed_twice_is_bit_equal(tmp_path):
@@ -115,36 +136,74 @@ def test_resume_is_exact(tmp_path):
 @pytest.mark.parametrize("estimator", ["grpo", "gigpo"])
 def test_a_dump_trains_again_from_itself_alone(tmp_path, estimator):
     mock = {"enable": True, "mode": "dump", "dump_dir": str(tmp_path / "dump")}
-    options = {"adv_estimator": estimator, "batch_adjust_mode": "random_sample", "init_kl_coef": 0.1, "ppo_epochs": 2}
+    options = {
+        "adv_estimator": estimator,
+        "batch_adjust_mode": "random_sample",
+        "init_kl_coef": 0.1,
+        "ppo_epochs": 2,
+    }
     _, lines, weights = train(tmp_path, exp_name="dumped", rollout_mock=mock, **options)
     mock["mode"] = "mock"
     # No engine and no environments; what they sampled with is known from the settings of the role alone.
-    replay = {**options, "custom_envs": {}, "rollout_mock": mock, "eval_steps": 1, "val_batch_size": 256}
+    replay = {
+        **options,
+        "custom_envs": {},
+        "rollout_mock": mock,
+        "eval_steps": 1,
+        "val_batch_size": 256,
+    }
     config = tiny_pipeline_config(tmp_path, GOOD, exp_name="replayed", **replay)
     assert "actor_infer" not in config.active_roles() and "train_env" not in config.active_roles()
     pipeline, again, replayed = train(tmp_path, exp_name="replayed", **replay)
     assert pipeline.actor_infer is None and not pipeline.schedulers
     assert all(torch.equal(weights[name], replayed[name]) for name in weights)
-    sampling = ("env/", "scheduler/", "rollout/template_drift", "system/weight_checksum")  # of what is not there
+    sampling = (
+        "env/",
+        "scheduler/",
+        "rollout/template_drift",
+        "system/weight_checksum",
+    )  # of what is not there
     for old, new in zip(without_times(lines), without_times(again), strict=True):
         assert {key: value for key, value in old.items() if not key.startswith(sampling)} == new
-    with pytest.raises(DataError, match=r"no dump for step 2 \(there are 2, step-000000 to step-000001\)"):
+    with pytest.raises(
+        DataError, match=r"no dump for step 2 \(there are 2, step-000000 to step-000001\)"
+    ):
         train(tmp_path, exp_name="longer", **{**replay, "max_steps": 3})
     other = {"grpo": "step_reinforce", "gigpo": "reinforce"}[estimator]
     rows = {"grpo": "episodes, expected turns", "gigpo": "turns, expected episodes"}[estimator]
-    with pytest.raises(DataError, match=f"found a dump whose rows are {rows}, because of adv_estimator={other}"):
+    with pytest.raises(
+        DataError, match=f"found a dump whose rows are {rows}, because of adv_estimator={other}"
+    ):
         train(tmp_path, exp_name="other", **{**replay, "adv_estimator": other})
 
 
 def test_a_folder_gets_every_sample(tmp_path):
     val = {"num_env_groups": 2, "tags": ["Good"]}
-    options = {"eval_steps": 1, "val_env_manager": val, "val_batch_size": 2, "log_samples_per_step": 2}
+    options = {
+        "eval_steps": 1,
+        "val_env_manager": val,
+        "val_batch_size": 2,
+        "log_samples_per_step": 2,
+    }
     pipeline, _, _ = train(tmp_path, rollout_dump_dir=str(tmp_path / "samples"), **options)
     folders = [tmp_path / "samples" / "rollouts", pipeline.run_dir / "rollouts"]
     names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
-    assert names[0] == names[1] and {"step-000000.jsonl", "step-000001.jsonl", "val-000000.jsonl"} <= set(names[0])
-    assert [len((folder / "step-000001.jsonl").read_text().splitlines()) for folder in folders] == [4, 2]
-    train(tmp_path, exp_name="only", rollout_dump_dir=str(tmp_path / "only"), log_samples_per_step=0, max_steps=1)
+    assert names[0] == names[1] and {
+        "step-000000.jsonl",
+        "step-000001.jsonl",
+        "val-000000.jsonl",
+    } <= set(names[0])
+    assert [len((folder / "step-000001.jsonl").read_text().splitlines()) for folder in folders] == [
+        4,
+        2,
+    ]
+    train(
+        tmp_path,
+        exp_name="only",
+        rollout_dump_dir=str(tmp_path / "only"),
+        log_samples_per_step=0,
+        max_steps=1,
+    )
     assert (tmp_path / "only" / "rollouts" / "step-000000.jsonl").exists()
     assert not (tmp_path / "output" / "only" / "rollouts").exists()
 
@@ -174,14 +233,32 @@ def test_a_run_in_which_everything_fails_stops_with_the_reason(tmp_path):
 
 
 def test_validation_is_on_fixed_seeds_and_greedy_if_asked(tmp_path):
-    val = {"num_env_groups": 2, "tags": ["Good"], "generating_args": {"do_sample": False, "max_new_tokens": 4}}
+    val = {
+        "num_env_groups": 2,
+        "tags": ["Good"],
+        "generating_args": {"do_sample": False, "max_new_tokens": 4},
+    }
     pipeline, lines, _ = train(
-        tmp_path, eval_steps=1, val_env_manager=val, val_batch_size=2, max_steps=1, log_samples_per_step=None
+        tmp_path,
+        eval_steps=1,
+        val_env_manager=val,
+        val_batch_size=2,
+        max_steps=1,
+        log_samples_per_step=None,
     )
-    assert {"val/score/mean", "val/Good/score/mean", "val/env/Good/success", "val/success"} <= lines[0].keys()
+    assert {
+        "val/score/mean",
+        "val/Good/score/mean",
+        "val/env/Good/success",
+        "val/success",
+    } <= lines[0].keys()
     assert "val/success" in lines[1]  # the end is validated, too
-    first, last = (Path(pipeline.run_dir / "rollouts" / f"val-{step:06d}.jsonl").read_text() for step in (0, 1))
-    prompts = [[json.loads(line)["prompt"][:30] for line in text.splitlines()] for text in (first, last)]
+    first, last = (
+        Path(pipeline.run_dir / "rollouts" / f"val-{step:06d}.jsonl").read_text() for step in (0, 1)
+    )
+    prompts = [
+        [json.loads(line)["prompt"][:30] for line in text.splitlines()] for text in (first, last)
+    ]
     assert prompts[0] == prompts[1]
 
 

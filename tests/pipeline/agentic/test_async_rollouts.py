@@ -23,7 +23,12 @@ class Policy:
     backend_name = "ray"
 
     def __init__(self, hold_after=None, next_version=None, fail=False):
-        self.version, self.next_version, self.hold_after, self.fail = 0, next_version, hold_after, fail
+        self.version, self.next_version, self.hold_after, self.fail = (
+            0,
+            next_version,
+            hold_after,
+            fail,
+        )
         self.holds, self.aborted = threading.Event(), threading.Event()
         self.busy = False
 
@@ -38,7 +43,9 @@ class Policy:
             assert self.aborted.wait(LONG)
         (letter,) = TOKENIZER("a")["input_ids"]
         outputs = [
-            GenerationOutput(request.request_id, 0, [letter] * length, [-0.1] * length, reason, self.version)
+            GenerationOutput(
+                request.request_id, 0, [letter] * length, [-0.1] * length, reason, self.version
+            )
             for request, length in zip(requests, lengths, strict=True)
         ]
         self.version = self.version if self.next_version is None else self.next_version
@@ -51,11 +58,19 @@ class Policy:
 
 def scheduler_with(policy, turns=3):
     env = {"env_type": "bad_envs:GoodEnv", "env_config": {"turns": turns}, "max_steps": 5}
-    return scheduler_of(env_config({"Good": env}), PolicyProxy(actor_infer=policy, tokenizer=TOKENIZER, options={}))
+    return scheduler_of(
+        env_config({"Good": env}), PolicyProxy(actor_infer=policy, tokenizer=TOKENIZER, options={})
+    )
 
 
 def started(scheduler, **options):
-    defaults = {"num_trajectories": 4, "ratio": 1, "max_staleness": 1, "first_step": 0, "last_step": 5}
+    defaults = {
+        "num_trajectories": 4,
+        "ratio": 1,
+        "max_staleness": 1,
+        "first_step": 0,
+        "last_step": 5,
+    }
     return AsyncRollouts(scheduler, **{**defaults, **options})
 
 
@@ -80,15 +95,22 @@ def test_steps_come_in_order_and_not_too_far_ahead(monkeypatch):
                 assert not policy.busy
                 policy.version = step
             rollout = rollouts.take(step)
-            assert rollout.metrics["rollout/staleness/max"] <= 1 and rollout.metrics["rollout/dropped/stale"] == 0
-            assert all(turn.response_ids == TOKENIZER("aaa")["input_ids"] for turn in answers_of(rollout))
+            assert (
+                rollout.metrics["rollout/staleness/max"] <= 1
+                and rollout.metrics["rollout/dropped/stale"] == 0
+            )
+            assert all(
+                turn.response_ids == TOKENIZER("aaa")["input_ids"] for turn in answers_of(rollout)
+            )
             groups += [item.traj_group_id for item in rollout.trajectories]
         with rollouts._changed:
             assert rollouts._changed.wait_for(lambda: 3 in rollouts._ready, LONG)
         rollouts.close()
     assert played == [0, 1, 2, 3] and set(rollouts._ready) == {3}
     assert len(groups) == 12 and len(set(groups)) == 6
-    assert not [thread for thread in threading.enumerate() if thread.name == "roll-agentic-rollouts"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "roll-agentic-rollouts"
+    ]
 
 
 def test_an_answer_goes_on_with_the_new_weights_and_is_of_both_policies():
@@ -103,14 +125,18 @@ def test_an_answer_goes_on_with_the_new_weights_and_is_of_both_policies():
             policy.version = 1
         first, second = rollouts.take(0), rollouts.take(1)
         rollouts.close()
-    assert [(turn.policy_version, turn.newest_version) for turn in answers_of(first)] == [(0, 1)] * 4
+    assert [(turn.policy_version, turn.newest_version) for turn in answers_of(first)] == [
+        (0, 1)
+    ] * 4
     assert all(turn.response_ids == TOKENIZER("aaa")["input_ids"] for turn in answers_of(first))
     assert first.metrics["rollout/mixed_version_samples"] == 4
     expected = {
         "rollout/dropped/stale": 0, "rollout/staleness/mean": 0, "rollout/staleness/max": 0,
         "scheduler/off_policy_ratio": 0, "rollout/mixed_version_samples": 0,
     }  # fmt: skip
-    assert expected.items() <= second.metrics.items() and second.metrics["rollout/wait_seconds"] >= 0
+    assert (
+        expected.items() <= second.metrics.items() and second.metrics["rollout/wait_seconds"] >= 0
+    )
 
 
 def test_a_part_without_a_token_does_not_make_an_answer_older():
@@ -136,8 +162,12 @@ def test_episodes_that_are_too_old_are_dropped_and_replaced():
         rollouts.close()
     assert len(rollout.stale) == rollout.metrics["rollout/dropped/stale"] == 4
     assert {0} < rollout.stale[0].versions and rollout.metrics["scheduler/group_filter_count"] == 0
-    assert [item.versions for item in rollout.trajectories] == [{5}] * 4, "each group was played again"
-    assert {item.traj_group_id for item in rollout.trajectories}.isdisjoint(it.traj_group_id for it in rollout.stale)
+    assert [item.versions for item in rollout.trajectories] == [{5}] * 4, (
+        "each group was played again"
+    )
+    assert {item.traj_group_id for item in rollout.trajectories}.isdisjoint(
+        it.traj_group_id for it in rollout.stale
+    )
     assert rollout.metrics["rollout/staleness/max"] == 0
     dropped = AgenticPipeline._dropped(SimpleNamespace(tokenizer=TOKENIZER), rollout)
     assert [sample.reason for sample in dropped] == ["stale"] * 4
@@ -188,7 +218,11 @@ def test_it_takes_ray():
     with pytest.raises(ConfigError, match='backend: found "local"'):
         env_config({"Good": "GoodEnv"}, async_generation_ratio=1, backend="local")
     with pytest.raises(ConfigError, match="expected policy"):
-        env_config({"Good": "GoodEnv"}, async_generation_ratio=1, manager={"llm_proxy": {"proxy_type": "random"}})
+        env_config(
+            {"Good": "GoodEnv"},
+            async_generation_ratio=1,
+            manager={"llm_proxy": {"proxy_type": "random"}},
+        )
 
 
 @pytest.mark.ray
@@ -208,5 +242,7 @@ def test_on_ray(tmp_path, ratio):
     if ratio:
         for line in lines[:3]:
             assert line["rollout/staleness/max"] <= 1 and line["rollout/dropped/stale"] == 0
-            assert 0 <= line["scheduler/off_policy_ratio"] <= 1 and line["rollout/wait_seconds"] >= 0
+            assert (
+                0 <= line["scheduler/off_policy_ratio"] <= 1 and line["rollout/wait_seconds"] >= 0
+            )
             assert "critic/entropy/mean" not in line, "old log-probabilities are the sampler's"

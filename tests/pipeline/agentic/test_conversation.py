@@ -23,11 +23,24 @@ def play(conversation, answers=ANSWERS, *, with_end=True, system=SYSTEM):
     for question, answer in zip(QUESTIONS, answers, strict=True):
         message = {"role": "user", "content": question}
         messages.append(message)
-        text = conversation.next_prompt(message, system=system) if turns else conversation.first_prompt(messages)
+        text = (
+            conversation.next_prompt(message, system=system)
+            if turns
+            else conversation.first_prompt(messages)
+        )
         previous = turns[-1].response_ids if turns else []
         (prompt,) = conversation.tokenize([text], [previous])
-        response = tokenizer(answer, add_special_tokens=False)["input_ids"] + ([end] if with_end else [])
-        turns.append(Turn(prompt, response, [0.0] * len(response), finish_reason="stop" if with_end else "length"))
+        response = tokenizer(answer, add_special_tokens=False)["input_ids"] + (
+            [end] if with_end else []
+        )
+        turns.append(
+            Turn(
+                prompt,
+                response,
+                [0.0] * len(response),
+                finish_reason="stop" if with_end else "length",
+            )
+        )
     return messages, turns
 
 
@@ -38,7 +51,9 @@ def rendered(conversation, answers, *, system=SYSTEM):
     return conversation.template(whole, add_generation_prompt=False)
 
 
-@pytest.mark.parametrize("with_end", [True, False], ids=["answers end themselves", "answers are cut off"])
+@pytest.mark.parametrize(
+    "with_end", [True, False], ids=["answers end themselves", "answers are cut off"]
+)
 @pytest.mark.parametrize("system", [SYSTEM, None], ids=["system", "no system"])
 def test_five_turns(with_end, system):
     conversation = Conversation(get_chat_template("native", bpe_tokenizer()))
@@ -61,7 +76,8 @@ def test_ids_are_those_of_sampling_not_of_tokenising_again():
     conversation = Conversation(get_chat_template("native", bpe_tokenizer()))
     tokenizer = conversation.tokenizer
     apart = (
-        tokenizer(" 1", add_special_tokens=False)["input_ids"] + tokenizer("0", add_special_tokens=False)["input_ids"]
+        tokenizer(" 1", add_special_tokens=False)["input_ids"]
+        + tokenizer("0", add_special_tokens=False)["input_ids"]
     )
     assert apart != tokenizer(" 10", add_special_tokens=False)["input_ids"]
     messages, turns = play(conversation)
@@ -88,7 +104,11 @@ def test_a_template_that_rewrites_history_is_reported_with_a_difference(caplog):
         assert not monitor.check(messages, turns)
         assert not monitor.check(messages, turns)
     assert (monitor.checked, monitor.different) == (2, 2)
-    (record,) = [record for record in caplog.records if "renders a finished conversation differently" in record.message]
+    (record,) = [
+        record
+        for record in caplog.records
+        if "renders a finished conversation differently" in record.message
+    ]
     assert "'add?10" in record.message and "rendered at once" in record.message
     # The tokens stay what was read and written.
     assert conversation.text(turns[0].response_ids) == "add?10"
@@ -96,7 +116,10 @@ def test_a_template_that_rewrites_history_is_reported_with_a_difference(caplog):
 
 def test_first_difference_is_readable():
     shown = first_difference("abc<think>x</think>y", "abcy")
-    assert shown == "  read and written: 'abc' >>> '<think>x</think>y'\n  rendered at once: 'abc' >>> 'y'"
+    assert (
+        shown
+        == "  read and written: 'abc' >>> '<think>x</think>y'\n  rendered at once: 'abc' >>> 'y'"
+    )
 
 
 def test_half_a_character_cannot_be_compared():

@@ -13,7 +13,10 @@ TIMEOUT = 2.0  # as long as a test likes to wait; a busy machine does not hold u
 
 
 def host(*names, timeout_s=TIMEOUT, **options):
-    return EnvHost([EnvSpec(i, f"bad_envs:{name}", **options) for i, name in enumerate(names)], timeout_s=timeout_s)
+    return EnvHost(
+        [EnvSpec(i, f"bad_envs:{name}", **options) for i, name in enumerate(names)],
+        timeout_s=timeout_s,
+    )
 
 
 def ask(envs, *calls, wait_s=60.0):
@@ -55,7 +58,12 @@ def test_a_step_that_fails(name, reason, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("NoneEnv", "no_observation"), ("UnbuildableEnv", "exception"), ("HangingResetEnv", "timeout")]
+    ("name", "reason"),
+    [
+        ("NoneEnv", "no_observation"),
+        ("UnbuildableEnv", "exception"),
+        ("HangingResetEnv", "timeout"),
+    ],
 )
 def test_a_reset_that_fails(name, reason):
     with host(name) as envs:
@@ -107,16 +115,24 @@ def test_what_environments_start_ends_with_them():
 
 
 def test_an_environment_that_does_not_exist_ends_the_run():
-    with host("Nowhere") as envs, pytest.raises(ConfigError, match="module bad_envs has no 'Nowhere'"):
+    with (
+        host("Nowhere") as envs,
+        pytest.raises(ConfigError, match="module bad_envs has no 'Nowhere'"),
+    ):
         ask(envs, EnvCall(0, seed=1))
 
 
 def test_classes_have_to_be_importable():
     class Inside(bad_envs.GoodEnv): ...
 
-    with pytest.raises(ConfigError, match="move the class to a module, or set env_isolation: false"):
+    with pytest.raises(
+        ConfigError, match="move the class to a module, or set env_isolation: false"
+    ):
         EnvHost([EnvSpec(0, Inside)], timeout_s=1.0)
-    assert EnvHost([EnvSpec(0, bad_envs.GoodEnv)], timeout_s=1.0).specs[0].entry_point == "bad_envs:GoodEnv"
+    assert (
+        EnvHost([EnvSpec(0, bad_envs.GoodEnv)], timeout_s=1.0).specs[0].entry_point
+        == "bad_envs:GoodEnv"
+    )
 
 
 def test_in_this_process():

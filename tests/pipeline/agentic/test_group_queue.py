@@ -48,4 +48,13 @@ def test_a_dropped_group_is_replaced_a_limited_number_of_times():
 
 def test_seeds_depend_on_every_part():
     assert derive_seed(1, "train", "A", 0) == derive_seed(1, "train", "A", 0) < 2**31
-    assert len({derive_seed(1, "train", "A", 0), derive_seed(2, "train", "A", 0), derive_seed(1, "val", "A", 0)}) == 3
+    assert (
+        len(
+            {
+                derive_seed(1, "train", "A", 0),
+                derive_seed(2, "train", "A", 0),
+                derive_seed(1, "val", "A", 0),
+            }
+        )
+        == 3
+    )

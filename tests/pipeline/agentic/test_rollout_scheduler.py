@@ -14,11 +14,20 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 def test_groups_are_complete_and_in_order():
     with scheduler_of(env_config({"Good": "GoodEnv"})) as scheduler:
         rollout = scheduler.rollout(0, 4)
-    assert [(item.group_id, item.env_id) for item in rollout.trajectories] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert [(item.group_id, item.env_id) for item in rollout.trajectories] == [
+        (0, 0),
+        (0, 1),
+        (1, 2),
+        (1, 3),
+    ]
     first, second, third, _ = rollout.trajectories
     assert first.traj_group_id == second.traj_group_id != third.traj_group_id
     assert len({item.traj_id for item in rollout.trajectories}) == 4
-    assert first.score == 3.0 and first.metrics == {"success": 1.0, "action_is_valid": 1.0, "num_actions": 3.0}
+    assert first.score == 3.0 and first.metrics == {
+        "success": 1.0,
+        "action_is_valid": 1.0,
+        "num_actions": 3.0,
+    }
     assert rollout.metrics["env/Good/success"] == 1.0 and rollout.metrics["scheduler/turns"] == 12
     assert rollout.metrics["rollout/template_drift"] == 0.0
 
@@ -30,7 +39,9 @@ def test_all_ready_environments_are_answered_at_once():
     assert [len(asked) for asked in proxy.asked] == [4, 4, 4]
     conversation = proxy.asked[2][0].messages
     assert [message["role"] for message in conversation] == ["user", "assistant"] * 2 + ["user"]
-    assert conversation[0]["content"].startswith("say a\nstart ") and conversation[1]["content"] == "a"
+    assert (
+        conversation[0]["content"].startswith("say a\nstart ") and conversation[1]["content"] == "a"
+    )
     # Token ids of a turn continue those of the turn before.
     before, after = proxy.asked[0][0].request.prompt_ids, proxy.asked[1][0].request.prompt_ids
     assert after[: len(before)] == before
@@ -46,7 +57,9 @@ def test_seeds_come_from_the_config_alone():
     texts = first_observations(0)
     assert texts == first_observations(0)
     assert texts[0] == texts[1] != texts[2]  # a group starts from one seed
-    assert not set(texts) & set(first_observations(1)) and not set(texts) & set(first_observations(0, seed=43))
+    assert not set(texts) & set(first_observations(1)) and not set(texts) & set(
+        first_observations(0, seed=43)
+    )
     # Validation plays the same episodes every time, and others than training.
     assert first_observations(0, "val") == first_observations(5, "val")
     assert not set(texts) & set(first_observations(0, "val"))
@@ -57,7 +70,11 @@ def test_more_trajectories_than_environments():
         rollout = scheduler.rollout(0, 12)
         others = scheduler.rollout(1, 12)
     groups = [item.traj_group_id for item in rollout.trajectories]
-    assert len(groups) == 12 and len(set(groups)) == 6 and [groups[i] == groups[i + 1] for i in (0, 2, 4)] == [True] * 3
+    assert (
+        len(groups) == 12
+        and len(set(groups)) == 6
+        and [groups[i] == groups[i + 1] for i in (0, 2, 4)] == [True] * 3
+    )
     assert not set(groups) & {item.traj_group_id for item in others.trajectories}
 
 
@@ -73,7 +90,10 @@ BAD = {
 
 
 def test_bad_environments_are_counted_and_never_block_the_others():
-    envs = {tag: name for tag, (name, _) in BAD.items()} | {"Good": "GoodEnv", "Once": "EndsAtOnceEnv"}
+    envs = {tag: name for tag, (name, _) in BAD.items()} | {
+        "Good": "GoodEnv",
+        "Once": "EndsAtOnceEnv",
+    }
     manager = {"num_env_groups": 9, "group_size": 2, "env_timeout": 0.5, "env_retries": 0}
     with scheduler_of(env_config(envs, manager=manager)) as scheduler:
         rollout = scheduler.rollout(0, 18)
@@ -100,7 +120,9 @@ def test_spare_environments_are_not_waited_for():
         return "a"
 
     manager = {"num_env_groups": 1, "group_size": 2, "group_size_redundancy": 1}
-    with scheduler_of(env_config({"Good": "GoodEnv"}, manager=manager, rollout_batch_size=2)) as scheduler:
+    with scheduler_of(
+        env_config({"Good": "GoodEnv"}, manager=manager, rollout_batch_size=2)
+    ) as scheduler:
         rollout = scheduler.rollout(0, 2)
         again = scheduler.rollout(1, 2)
     assert len(rollout.trajectories) == len(again.trajectories) == 2
@@ -135,7 +157,9 @@ def test_a_prompt_that_is_too_long_from_the_start():
 
 
 def test_an_episode_that_outgrows_the_sequence_ends_with_what_it_has():
-    config = env_config({"Good": {"env_type": "bad_envs:GoodEnv", "env_config": {"turns": 50}}}, sequence_length=100)
+    config = env_config(
+        {"Good": {"env_type": "bad_envs:GoodEnv", "env_config": {"turns": 50}}}, sequence_length=100
+    )
     with scheduler_of(config) as scheduler:
         rollout = scheduler.rollout(0, 4)
     (played, *_) = rollout.trajectories
@@ -145,7 +169,9 @@ def test_an_episode_that_outgrows_the_sequence_ends_with_what_it_has():
 
 
 def test_max_steps_ends_an_episode():
-    config = env_config({"Good": {"env_type": "bad_envs:GoodEnv", "env_config": {"turns": 50}, "max_steps": 2}})
+    config = env_config(
+        {"Good": {"env_type": "bad_envs:GoodEnv", "env_config": {"turns": 50}, "max_steps": 2}}
+    )
     with scheduler_of(config) as scheduler:
         played = scheduler.rollout(0, 4).trajectories[0]
     assert played.stop_reason == "max_steps" and len(played.turns) == 2
@@ -154,7 +180,9 @@ def test_max_steps_ends_an_episode():
 def test_a_policy_that_fails_costs_only_its_episode():
     def answer(turn):
         if "_0:" in turn.request.request_id.split("_", 1)[1] + ":":
-            return GenerationOutput(turn.request.request_id, 0, [], [], "error", 0, error="memory: none left")
+            return GenerationOutput(
+                turn.request.request_id, 0, [], [], "error", 0, error="memory: none left"
+            )
         return "a"
 
     proxy = EchoProxy(character_tokenizer(), answer)
@@ -165,7 +193,13 @@ def test_a_policy_that_fails_costs_only_its_episode():
 
 
 def test_several_workers_and_slow_environments():
-    manager = {"num_env_groups": 4, "group_size": 2, "max_env_num_per_worker": 3, "env_timeout": 20.0, "env_wait": 0.05}
+    manager = {
+        "num_env_groups": 4,
+        "group_size": 2,
+        "max_env_num_per_worker": 3,
+        "env_timeout": 20.0,
+        "env_wait": 0.05,
+    }
     config = env_config({"Good": "GoodEnv", "Slow": "SlowEnv"}, manager=manager)
     with scheduler_of(config) as scheduler:
         assert scheduler.env_cluster.world_size == 3
@@ -194,7 +228,9 @@ def test_step_managers_write_a_prompt_for_every_turn():
 
 
 def test_environments_in_this_process():
-    with scheduler_of(env_config({"Good": "GoodEnv"}, manager={"env_isolation": False})) as scheduler:
+    with scheduler_of(
+        env_config({"Good": "GoodEnv"}, manager={"env_isolation": False})
+    ) as scheduler:
         before = psutil.Process().children()
         assert len(scheduler.rollout(0, 4).trajectories) == 4
         assert psutil.Process().children() == before

@@ -8,8 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.pipeline.agentic.trajectory import Trajectory, Turn, collate, state_hash, step_rows, trajectory_row
-from roll.pipeline.agentic.utils import build_state_group, compute_discounted_returns, compute_response_level_rewards
+from roll.pipeline.agentic.trajectory import (
+    Trajectory,
+    Turn,
+    collate,
+    state_hash,
+    step_rows,
+    trajectory_row,
+)
+from roll.pipeline.agentic.utils import (
+    build_state_group,
+    compute_discounted_returns,
+    compute_response_level_rewards,
+)
 from roll.utils.functionals import expand_to_token_level
 
 
@@ -23,14 +34,19 @@ def trajectory(*turns, traj_id="g_0", group="g", **options):
 
 
 def test_a_trajectory_is_one_row():
-    played = trajectory(turn([5, 6], [8, 9], 0.5, policy_version=3), turn([7], [4], 1.0, policy_version=2))
+    played = trajectory(
+        turn([5, 6], [8, 9], 0.5, policy_version=3), turn([7], [4], 1.0, policy_version=2)
+    )
     batch = collate([trajectory_row(played)], pad_token_id=0)
     assert batch["input_ids"].tolist() == [[5, 6, 8, 9, 7, 4]]
     assert batch["response_mask"].tolist() == [[0, 0, 1, 1, 0, 1]]
     assert batch["prompt_mask"].tolist() == [[1, 1, 0, 0, 0, 0]]
     assert batch["infer_logprobs"].tolist() == [[0, -8, -9, 0, -4]]
     assert batch["scores"].tolist() == [[0, 0, 0, 0, 0, 1.5]]
-    assert batch["episode_scores"].tolist() == [1.5] and batch["step_scores"][0].tolist() == [0.5, 1.0]
+    assert batch["episode_scores"].tolist() == [1.5] and batch["step_scores"][0].tolist() == [
+        0.5,
+        1.0,
+    ]
     assert batch["policy_version"].tolist() == [2]  # that of the oldest tokens
     assert batch["turns"][0] == [
         {"role": "observation", "start": 0, "end": 2, "reward": None},
@@ -41,7 +57,10 @@ def test_a_trajectory_is_one_row():
 
 
 def test_rows_of_different_length_are_padded_on_the_right():
-    long, short = trajectory(turn([5, 6], [8, 9]), turn([7], [4])), trajectory(turn([3], [2], 1.0), traj_id="g_1")
+    long, short = (
+        trajectory(turn([5, 6], [8, 9]), turn([7], [4])),
+        trajectory(turn([3], [2], 1.0), traj_id="g_1"),
+    )
     batch = collate([trajectory_row(long), trajectory_row(short)], pad_token_id=77)
     assert batch["input_ids"][1].tolist() == [3, 2, 77, 77, 77, 77]
     assert batch["attention_mask"].sum(1).tolist() == [6, 2]
@@ -51,7 +70,9 @@ def test_rows_of_different_length_are_padded_on_the_right():
 
 
 def test_a_trailing_observation_does_not_swallow_the_reward():
-    played = trajectory(turn([5], [8], 1.0), turn([7, 7, 7], []))  # the last prompt was never answered
+    played = trajectory(
+        turn([5], [8], 1.0), turn([7, 7, 7], [])
+    )  # the last prompt was never answered
     batch = collate([trajectory_row(played)], pad_token_id=0)
     assert batch["response_mask"].tolist() == [[0, 1, 0, 0, 0]]
     assert batch["scores"].tolist() == [[0, 1, 0, 0, 0]]
@@ -120,7 +141,9 @@ def test_gigpo_from_turns():
     batch = compute_discounted_returns(batch, "gigpo", gamma=0.5)
     batch, _ = compute_response_level_rewards(batch, Config)
     # episode: scores 1, 1, 0 minus their mean 2/3; step: returns 0.5 and 0 in state s (mean 0.25), 1 alone in t
-    assert torch.allclose(batch["response_level_rewards"], torch.tensor([1 / 3 + 0.25, 1 / 3, -2 / 3 - 0.25]))
+    assert torch.allclose(
+        batch["response_level_rewards"], torch.tensor([1 / 3 + 0.25, 1 / 3, -2 / 3 - 0.25])
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -139,11 +162,16 @@ def test_rows_say_what_the_turns_said(parts):
     played = trajectory(*(turn(prompt, response, reward) for prompt, response, reward in parts))
     whole = collate([trajectory_row(played)], 0)
     ids, mask = whole["input_ids"][0], whole["response_mask"][0].bool()
-    assert ids.tolist() == [token for prompt, response, _ in parts for token in (*prompt, *response)]
-    assert ids[mask].tolist() == [token for _, response, _ in parts for token in response]
-    assert math.isclose(float(whole["scores"].sum()), sum(reward for *_, reward in parts), abs_tol=1e-5)
-    steps = collate(step_rows(played), 0)
-    assert [row[on.bool()].tolist() for row, on in zip(steps["input_ids"], steps["response_mask"], strict=True)] == [
-        response for _, response, _ in parts
+    assert ids.tolist() == [
+        token for prompt, response, _ in parts for token in (*prompt, *response)
     ]
+    assert ids[mask].tolist() == [token for _, response, _ in parts for token in response]
+    assert math.isclose(
+        float(whole["scores"].sum()), sum(reward for *_, reward in parts), abs_tol=1e-5
+    )
+    steps = collate(step_rows(played), 0)
+    assert [
+        row[on.bool()].tolist()
+        for row, on in zip(steps["input_ids"], steps["response_mask"], strict=True)
+    ] == [response for _, response, _ in parts]
     assert np.allclose(steps["scores"].sum(1), [reward for *_, reward in parts])

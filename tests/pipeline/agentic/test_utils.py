@@ -38,11 +38,15 @@ def step_batch(**columns: Any) -> DataProto:
     return DataProto.from_dict({"row": torch.arange(6)}, non_tensors=STEPS | columns)
 
 
-def norm(grouping: str = "traj_group_id", mean: str | None = "group", std: str | None = None) -> SimpleNamespace:
+def norm(
+    grouping: str = "traj_group_id", mean: str | None = "group", std: str | None = None
+) -> SimpleNamespace:
     return SimpleNamespace(grouping=grouping, norm_mean_type=mean, norm_std_type=std)
 
 
-def config(adv_estimator: str, normalization: SimpleNamespace | None = None, **options: Any) -> SimpleNamespace:
+def config(
+    adv_estimator: str, normalization: SimpleNamespace | None = None, **options: Any
+) -> SimpleNamespace:
     fields = {"reward_clip": None, "episode_reward_weight": 1.0, "step_reward_weight": 0.5}
     fields |= {"adv_estimator": adv_estimator, "reward_normalization": normalization or norm()}
     return SimpleNamespace(**fields | options)
@@ -56,7 +60,9 @@ def scored(scores: list[float], **non_tensors: Any) -> DataProto:
 
 
 def test_step_returns_by_hand():
-    out = compute_discounted_returns(step_batch(step_scores=[2.0, 1.0, 0.0, 4.0, 1.0, 3.0]), "gigpo", gamma=0.5)
+    out = compute_discounted_returns(
+        step_batch(step_scores=[2.0, 1.0, 0.0, 4.0, 1.0, 3.0]), "gigpo", gamma=0.5
+    )
     assert out.batch["step_rewards"].tolist() == [2, 2, 2, 4, 1, 3]
 
 
@@ -71,12 +77,17 @@ def test_step_returns_are_for_step_estimators_only():
 @settings(max_examples=25, deadline=None)
 def test_step_returns_match_the_reference_in_any_order(seed, gamma):
     generator = torch.Generator().manual_seed(seed)
-    pairs = [(f"t{i}", step) for i in range(4) for step in range(int(torch.randint(1, 5, (1,), generator=generator)))]
+    pairs = [
+        (f"t{i}", step)
+        for i in range(4)
+        for step in range(int(torch.randint(1, 5, (1,), generator=generator)))
+    ]
     order = torch.randperm(len(pairs), generator=generator).tolist()
     traj, steps = [pairs[i][0] for i in order], [pairs[i][1] for i in order]
     scores = torch.randn(len(pairs), generator=generator).tolist()
     batch = DataProto.from_dict(
-        {"row": torch.arange(len(pairs))}, non_tensors={"traj_id": traj, "step": steps, "step_scores": scores}
+        {"row": torch.arange(len(pairs))},
+        non_tensors={"traj_id": traj, "step": steps, "step_scores": scores},
     )
     out = compute_discounted_returns(batch, "gigpo", gamma)
     expected = torch.tensor(reference.step_returns(scores, traj, steps, gamma))
@@ -101,7 +112,9 @@ def test_reward_norm_by_group_and_by_batch():
     out = agentic_reward_norm(batch, norm("tags", "group", "group"))
     torch.testing.assert_close(out, torch.tensor([-1.0, 0, 1, 0]) / (2**0.5 + 1e-6))
     mixed = agentic_reward_norm(batch, norm("tags", "batch", "group"))
-    torch.testing.assert_close(mixed, torch.tensor([-2.5 / (2**0.5 + 1e-6), 1.5, -0.5 / (2**0.5 + 1e-6), 1.5]))
+    torch.testing.assert_close(
+        mixed, torch.tensor([-2.5 / (2**0.5 + 1e-6), 1.5, -0.5 / (2**0.5 + 1e-6), 1.5])
+    )
 
 
 def test_rp11_a_group_of_one_with_batch_statistics_keeps_its_signal():
@@ -142,7 +155,9 @@ def test_ad11_equal_states_of_different_groups_stay_apart():
     }
     assert "state_group_id" not in batch and batch.meta_info == {}
     # ids that only look alike when they are joined
-    tricky = build_state_group(step_batch(traj_group_id=["a|b", "a"] * 3, state_hash=["c", "b|c"] * 3))
+    tricky = build_state_group(
+        step_batch(traj_group_id=["a|b", "a"] * 3, state_hash=["c", "b|c"] * 3)
+    )
     assert len(set(tricky.non_tensor_batch["state_group_id"])) == 2
 
 
@@ -160,8 +175,12 @@ def test_ad12_both_parts_of_gigpo_follow_the_configured_types():
     batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
     raw, _ = compute_response_level_rewards(batch, config("gigpo", norm(mean=None)))
     assert raw.batch["step_rewards_norm"].tolist() == [0, 1, 0, 0, 1, 3]
-    scaled, _ = compute_response_level_rewards(batch, config("gigpo", norm(mean="group", std="group")))
-    expected = torch.tensor([0, 0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6), 0, -1 / (2**0.5 + 1e-6)])
+    scaled, _ = compute_response_level_rewards(
+        batch, config("gigpo", norm(mean="group", std="group"))
+    )
+    expected = torch.tensor(
+        [0, 0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6), 0, -1 / (2**0.5 + 1e-6)]
+    )
     torch.testing.assert_close(scaled.batch["step_rewards_norm"][:5], expected)
 
 
@@ -169,13 +188,17 @@ def test_the_step_part_of_gigpo_is_always_relative_to_its_state():
     batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
     out, _ = compute_response_level_rewards(batch, config("gigpo", norm("batch", "batch")))
     assert out.batch["step_rewards_norm"].tolist() == [0, 0.5, -0.5, 0, -1, 1]
-    assert out.batch["episode_rewards_norm"].tolist() == pytest.approx([1 / 3, 1 / 3, -2 / 3, -2 / 3, 1 / 3, 1 / 3])
+    assert out.batch["episode_rewards_norm"].tolist() == pytest.approx(
+        [1 / 3, 1 / 3, -2 / 3, -2 / 3, 1 / 3, 1 / 3]
+    )
 
 
 def test_step_reinforce_normalises_step_returns():
     batch = compute_discounted_returns(step_batch(), "step_reinforce", gamma=1.0)
     out, _ = compute_response_level_rewards(batch, config("step_reinforce", norm("batch", "batch")))
-    assert out.batch["response_level_rewards"].tolist() == pytest.approx([-5 / 6, 1 / 6, -5 / 6, -5 / 6, 1 / 6, 13 / 6])
+    assert out.batch["response_level_rewards"].tolist() == pytest.approx(
+        [-5 / 6, 1 / 6, -5 / 6, -5 / 6, 1 / 6, 13 / 6]
+    )
 
 
 def trajectories(estimator: str, **options: Any) -> tuple[DataProto, dict[str, float]]:
@@ -188,7 +211,9 @@ def test_other_estimators_normalise_the_sum_of_token_scores():
     out, metrics = trajectories("reinforce")
     assert out.batch["response_level_rewards"].tolist() == [-1, 1, 0]
     assert metrics["critic/zero_std_group_frac"] == 0.5
-    out, _ = trajectories("grpo", normalization=norm("batch", None))  # as ROLL: the configured normalisation
+    out, _ = trajectories(
+        "grpo", normalization=norm("batch", None)
+    )  # as ROLL: the configured normalisation
     assert out.batch["response_level_rewards"].tolist() == [1, 3, 5]
 
 
@@ -213,7 +238,10 @@ def test_response_rewards_are_clipped():
 def test_batches_and_configs_are_not_changed():
     batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
     settings = config("gigpo", reward_clip=0.1)
-    columns, before = set(batch.batch.keys()) | set(batch.non_tensor_batch), copy.deepcopy((batch.meta_info, settings))
+    columns, before = (
+        set(batch.batch.keys()) | set(batch.non_tensor_batch),
+        copy.deepcopy((batch.meta_info, settings)),
+    )
     compute_response_level_rewards(batch, settings)
     assert set(batch.batch.keys()) | set(batch.non_tensor_batch) == columns
     assert (batch.meta_info, settings) == before
@@ -224,7 +252,9 @@ def test_batches_and_configs_are_not_changed():
 
 def test_response_level_mask_keeps_every_trajectory():
     mask = torch.tensor([[0, 1, 0, 1]])
-    out, metrics = get_agentic_response_level_mask(DataProto.from_dict({"response_mask": mask}), SimpleNamespace())
+    out, metrics = get_agentic_response_level_mask(
+        DataProto.from_dict({"response_mask": mask}), SimpleNamespace()
+    )
     assert out.batch["final_response_mask"].tolist() == [[1, 0, 1]]
     assert out.batch["origin_response_mask"].tolist() == mask.tolist()
     assert metrics == {
@@ -265,5 +295,7 @@ def test_other_agentic_advantages_are_the_common_ones(estimator):
 
 
 def test_segment_mean_has_its_name_here():
-    out = compute_segment_masked_mean(torch.tensor([[1.0, 3.0, 9.0, 5.0]]), torch.tensor([[1, 1, 0, 1]]))
+    out = compute_segment_masked_mean(
+        torch.tensor([[1.0, 3.0, 9.0, 5.0]]), torch.tensor([[1, 1, 0, 1]])
+    )
     assert out.tolist() == [[2, 2, 0, 5]]

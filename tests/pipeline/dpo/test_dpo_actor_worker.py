@@ -27,7 +27,9 @@ def dpo_batch(seed: int = 0, pairs: int = 3, width: int = 9) -> tuple[DataProto,
         {
             "input_ids": torch.randint(VOCABULARY, (2 * pairs, width), generator=generator),
             "attention_mask": attention_mask,
-            "prompt_id_lens": torch.randint(1, 5, (pairs,), generator=generator).repeat_interleave(2),
+            "prompt_id_lens": torch.randint(1, 5, (pairs,), generator=generator).repeat_interleave(
+                2
+            ),
             "reference_log_probs": -2 + torch.randn(2 * pairs, width - 1, generator=generator),
         }
     )
@@ -35,19 +37,26 @@ def dpo_batch(seed: int = 0, pairs: int = 3, width: int = 9) -> tuple[DataProto,
 
 
 def test_get_logps_by_hand() -> None:
-    log_probs = torch.tensor([[-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0]])
+    log_probs = torch.tensor(
+        [[-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0]]
+    )
     attention = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]])
     chosen, rejected = get_logps(log_probs, attention, torch.tensor([2, 2, 2, 1]))
     assert chosen.tolist() == [-6.0, -4.0] and rejected.tolist() == [-2.0, -7.0]
 
 
 def test_loss_fn_by_hand() -> None:
-    policy, reference = (torch.tensor([-10.0]), torch.tensor([-12.0])), (torch.tensor([-11.0]), torch.tensor([-11.0]))
+    policy, reference = (
+        (torch.tensor([-10.0]), torch.tensor([-12.0])),
+        (torch.tensor([-11.0]), torch.tensor([-11.0])),
+    )
     loss, chosen, rejected = loss_fn(*policy, *reference, beta=0.5)
     assert loss.item() == pytest.approx(math.log1p(math.exp(-1)))
     assert chosen.tolist() == [0.5] and rejected.tolist() == [-0.5]
     loss, _, _ = loss_fn(*policy, *reference, beta=0.5, label_smoothing=0.2)
-    assert loss.item() == pytest.approx(0.8 * math.log1p(math.exp(-1)) + 0.2 * math.log1p(math.exp(1)))
+    assert loss.item() == pytest.approx(
+        0.8 * math.log1p(math.exp(-1)) + 0.2 * math.log1p(math.exp(1))
+    )
     loss, _, _ = loss_fn(*policy, *reference, ipo=True, beta=0.1)
     assert loss.item() == pytest.approx((2 - 5) ** 2)
 
@@ -57,7 +66,9 @@ def test_the_worker_scores_completions_and_names_its_metrics() -> None:
     loss, metrics, gradient = loss_and_gradient(make_worker(beta=0.3), data, logits)
     log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
     policy = get_logps(log_probs, data["attention_mask"], data["prompt_id_lens"])
-    reference = get_logps(data["reference_log_probs"], data["attention_mask"], data["prompt_id_lens"])
+    reference = get_logps(
+        data["reference_log_probs"], data["attention_mask"], data["prompt_id_lens"]
+    )
     expected, chosen, rejected = loss_fn(*policy, *reference, beta=0.3)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert metrics == pytest.approx(
@@ -91,10 +102,14 @@ def test_d1_the_configuration_reaches_the_loss_and_meta_info_overrides_it() -> N
 def test_every_variant_by_name(loss_type: str) -> None:
     data, logits = dpo_batch()
     smoothing = 0.1 if loss_type in ("robust", "exo_pair") else 0.0
-    loss, _, gradient = loss_and_gradient(make_worker(loss_type=loss_type, label_smoothing=smoothing), data, logits)
+    loss, _, gradient = loss_and_gradient(
+        make_worker(loss_type=loss_type, label_smoothing=smoothing), data, logits
+    )
     log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
     policy = get_logps(log_probs, data["attention_mask"], data["prompt_id_lens"])
-    reference = get_logps(data["reference_log_probs"], data["attention_mask"], data["prompt_id_lens"])
+    reference = get_logps(
+        data["reference_log_probs"], data["attention_mask"], data["prompt_id_lens"]
+    )
     lens = data["attention_mask"].sum(1) - data["prompt_id_lens"]
     expected = preference_loss(
         policy_chosen_P=policy[0],
@@ -155,7 +170,9 @@ def test_d3_left_and_right_padding_give_one_loss() -> None:
             "reference_log_probs": pad(data["reference_log_probs"], (3, 2), value=math.nan),
         }
     )
-    same, same_metrics, same_gradient = loss_and_gradient(worker, moved, pad(logits, (0, 0, 3, 2), value=math.nan))
+    same, same_metrics, same_gradient = loss_and_gradient(
+        worker, moved, pad(logits, (0, 0, 3, 2), value=math.nan)
+    )
     torch.testing.assert_close(same, loss)
     assert same_metrics == pytest.approx(metrics)
     torch.testing.assert_close(same_gradient[:, 3:-2], gradient)
@@ -168,10 +185,14 @@ def test_d4_garbage_outside_completions_changes_no_bit(garbage: float) -> None:
     expected_loss, expected_metrics, expected_gradient = loss_and_gradient(worker, data, logits)
     columns = torch.arange(9)
     completion = data["attention_mask"].bool() & (columns >= data["prompt_id_lens"][:, None])
-    data["reference_log_probs"] = torch.where(completion[:, 1:], data["reference_log_probs"], garbage)
+    data["reference_log_probs"] = torch.where(
+        completion[:, 1:], data["reference_log_probs"], garbage
+    )
     data["input_ids"] = torch.where(completion, data["input_ids"], -100)
     predicting = torch.nn.functional.pad(completion[:, 1:], (0, 1))
-    loss, metrics, gradient = loss_and_gradient(worker, data, torch.where(predicting[..., None], logits, garbage))
+    loss, metrics, gradient = loss_and_gradient(
+        worker, data, torch.where(predicting[..., None], logits, garbage)
+    )
     assert torch.equal(loss, expected_loss) and metrics == expected_metrics
     assert torch.equal(gradient, expected_gradient)
 
@@ -194,8 +215,12 @@ def test_identities_through_the_worker() -> None:
 def test_contradictory_and_idle_options() -> None:
     data, logits = dpo_batch()
     data.meta_info["ipo"] = True
-    with pytest.raises(ValueError, match="ipo=True and loss_type='hinge' ask for two different losses"):
+    with pytest.raises(
+        ValueError, match="ipo=True and loss_type='hinge' ask for two different losses"
+    ):
         make_worker(loss_type="hinge").loss_func(data, logits)
     data.meta_info = {"label_smoothing": 0.1}
-    with pytest.warns(UserWarning, match=r"label_smoothing=0\.1 has no effect on loss type 'hinge'"):
+    with pytest.warns(
+        UserWarning, match=r"label_smoothing=0\.1 has no effect on loss type 'hinge'"
+    ):
         make_worker(loss_type="hinge").loss_func(data, logits)

@@ -61,7 +61,9 @@ def test_sizes_count_pairs_and_rows_are_twice_as_many():
     )
     config = dpo(actor_train=role, max_steps=7)
     assert (config.pairs_per_step, config.rows_per_step) == (24, 48)
-    assert config.actor_train.training_args.max_steps == 7  # one optimizer step per batch, on any number of ranks
+    assert (
+        config.actor_train.training_args.max_steps == 7
+    )  # one optimizer step per batch, on any number of ranks
     plan = config.batch_plans()["actor_train"]
     assert (plan.rows, plan.rows_per_rank, plan.rows_per_micro_batch) == (48, 24, 8)
 
@@ -82,16 +84,31 @@ def test_roles_without_a_model_take_pretrain():
             {"ipo": True, "loss_type": "hinge"},
             'loss_type: found "hinge" .* expected ipo_sum, because ipo is on; keep one',
         ),
-        ({"ipo": True, "label_smoothing": 0.1}, "label_smoothing: found 0.1 .* the ipo_sum loss does not use it"),
-        ({"loss_type": "hinge", "label_smoothing": 0.1}, "the hinge loss does not use it; or use one of sigmoid"),
-        ({"loss_type": "exo_pair"}, "label_smoothing: found 0.0 .* more than 0 for the exo_pair loss; 0.001 is usual"),
+        (
+            {"ipo": True, "label_smoothing": 0.1},
+            "label_smoothing: found 0.1 .* the ipo_sum loss does not use it",
+        ),
+        (
+            {"loss_type": "hinge", "label_smoothing": 0.1},
+            "the hinge loss does not use it; or use one of sigmoid",
+        ),
+        (
+            {"loss_type": "exo_pair"},
+            "label_smoothing: found 0.0 .* more than 0 for the exo_pair loss; 0.001 is usual",
+        ),
         ({"loss_type": "dpo"}, "loss_type: found .* expected one of sigmoid, ipo, ipo_sum, hinge"),
-        ({"reference_free": True, "reference_log_probs": "precompute"}, "reference_log_probs: .* expected live"),
+        (
+            {"reference_free": True, "reference_log_probs": "precompute"},
+            "reference_log_probs: .* expected live",
+        ),
         (
             {"actor_train": {"use_sequence_packing": True}},
             "actor_train.use_sequence_packing: found True .* expected false",
         ),
-        ({"actor_train": {"strategy_args": {"strategy_name": "vllm"}}}, "expected one of hf_train, fsdp2_train"),
+        (
+            {"actor_train": {"strategy_args": {"strategy_name": "vllm"}}},
+            "expected one of hf_train, fsdp2_train",
+        ),
     ],
 )
 def test_values_that_do_not_fit(values, message):
@@ -100,7 +117,17 @@ def test_values_that_do_not_fit(values, message):
 
 
 def test_losses_that_fit():
-    for loss in ("ipo", "hinge", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot"):
+    for loss in (
+        "ipo",
+        "hinge",
+        "robust",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "aot",
+    ):
         assert dpo(loss_type=loss).loss_type == loss
     for loss in ("aot_unpaired", "discopop", "sigmoid_norm"):
         assert dpo(loss_type=loss).loss_type == loss
@@ -111,7 +138,9 @@ def test_losses_that_fit():
 def test_a_reference_is_started_only_where_one_is_needed():
     assert list(dpo().active_roles()) == ["actor_train", "reference"]
     assert list(dpo(reference_free=True).active_roles()) == ["actor_train"]
-    assert list(dpo(actor_train={"model_args": {"lora_target": "all"}}).active_roles()) == ["actor_train"]
+    assert list(dpo(actor_train={"model_args": {"lora_target": "all"}}).active_roles()) == [
+        "actor_train"
+    ]
 
 
 def test_what_is_missing_for_training():
@@ -125,4 +154,7 @@ def test_what_is_missing_for_training():
 def test_the_chat_template_in_effect():
     assert dpo().template is None
     assert dpo(actor_train={"data_args": {"template": "qwen3"}}).template == "qwen3"
-    assert dpo(global_template="chatml", actor_train={"data_args": {"template": "qwen3"}}).template == "chatml"
+    assert (
+        dpo(global_template="chatml", actor_train={"data_args": {"template": "qwen3"}}).template
+        == "chatml"
+    )

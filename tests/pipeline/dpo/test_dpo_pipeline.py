@@ -25,7 +25,11 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "dpo"
 
 def write_pairs(path: Path, count: int, offset: int = 0) -> Path:
     rows = [
-        {"prompt": f"{a + offset} + {a % 7} = ", "chosen": str(a + offset + a % 7), "rejected": str(3 * a + 11)}
+        {
+            "prompt": f"{a + offset} + {a % 7} = ",
+            "chosen": str(a + offset + a % 7),
+            "rejected": str(3 * a + 11),
+        }
         for a in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,9 +47,15 @@ def inputs(tmp_path_factory) -> dict[str, str]:
     }
 
 
-def make_config(inputs, output_dir, *, strategy="hf_train", workers=1, model_args=None, **values) -> DPOConfig:
+def make_config(
+    inputs, output_dir, *, strategy="hf_train", workers=1, model_args=None, **values
+) -> DPOConfig:
     shared = {
-        "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, **(model_args or {})},
+        "model_args": {
+            "dtype": "fp32",
+            "disable_gradient_checkpointing": True,
+            **(model_args or {}),
+        },
         "world_size": workers,
         "infer_batch_size": 3,
     }
@@ -116,9 +126,19 @@ def test_metrics_of_a_run(whole):
     assert [line["step"] for line in lines] == list(range(10))
     first = lines[0]
     # Policy and reference are the same before the first step, but for the order of sums, which is the machine's choice.
-    assert first["actor/loss"] == pytest.approx(math.log(2)) and first[LOSS] == pytest.approx(math.log(2))
+    assert first["actor/loss"] == pytest.approx(math.log(2)) and first[LOSS] == pytest.approx(
+        math.log(2)
+    )
     assert first["actor/margin"] == pytest.approx(0, abs=1e-5) and 0 <= first[ACCURACY] <= 1
-    for name in ("margin", "chosen_reward", "reject_reward", "chosen_logps", "reject_logps", "lr", "acc"):
+    for name in (
+        "margin",
+        "chosen_reward",
+        "reject_reward",
+        "chosen_logps",
+        "reject_logps",
+        "lr",
+        "acc",
+    ):
         assert f"actor/{name}" in first
     assert first["actor_train/grad_norm"] > 0
     assert first["token/chosen_length/mean"] > 1 and first["token/prompt_length/mean"] > 5
@@ -143,7 +163,13 @@ def test_validation_is_the_mean_over_every_pair(whole, inputs):
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def log_prob(model, prompt: str, answer: str) -> float:
-        ids = torch.tensor([tokenizer(prompt + answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"]])
+        ids = torch.tensor(
+            [
+                tokenizer(prompt + answer + tokenizer.eos_token, add_special_tokens=False)[
+                    "input_ids"
+                ]
+            ]
+        )
         start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
         with torch.no_grad():
             scores = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
@@ -152,7 +178,8 @@ def test_validation_is_the_mean_over_every_pair(whole, inputs):
     losses, margins = [], []
     for row in map(json.loads, Path(inputs["validation"]).read_text().splitlines()):
         chosen, rejected = (
-            log_prob(policy, row["prompt"], row[side]) - log_prob(reference, row["prompt"], row[side])
+            log_prob(policy, row["prompt"], row[side])
+            - log_prob(reference, row["prompt"], row[side])
             for side in ("chosen", "rejected")
         )
         margins.append(0.5 * (chosen - rejected))
@@ -174,7 +201,9 @@ def test_the_end_says_where_the_model_is_and_what_validation_says(inputs, tmp_pa
 
 
 @pytest.mark.parametrize("reference", ["live", "precompute"])
-def test_resume_in_the_middle_of_epoch_two_is_bit_equal(inputs, tmp_path, whole, reference, monkeypatch):
+def test_resume_in_the_middle_of_epoch_two_is_bit_equal(
+    inputs, tmp_path, whole, reference, monkeypatch
+):
     class PowerCut(DPOPipeline):
         def end_step(self, step, metrics):
             super().end_step(step, metrics)
@@ -190,7 +219,10 @@ def test_resume_in_the_middle_of_epoch_two_is_bit_equal(inputs, tmp_path, whole,
     assert [path.name for path in complete_checkpoints(tmp_path / "exp")] == ["checkpoint-7"]
     assert 1 < cut.sampler.epoch + cut.sampler.index / 22 < 2
     if reference == "precompute":
-        monkeypatch.setattr("roll.pipeline.dpo.dpo_pipeline.score_pairs", _only_the_policy(cut.data.datasets["train"]))
+        monkeypatch.setattr(
+            "roll.pipeline.dpo.dpo_pipeline.score_pairs",
+            _only_the_policy(cut.data.datasets["train"]),
+        )
     resumed = train(make_config(inputs, tmp_path, resume_from_checkpoint=True, **values))
     assert resumed.run_dir == cut.run_dir
     if reference == "live":
@@ -206,7 +238,9 @@ def _only_the_policy(train_data):
     from roll.pipeline.dpo.reference_scores import score_pairs
 
     def guarded(cluster, dataset, *args, **options):
-        assert cluster.cluster_name == "actor_train" and len(dataset) != len(train_data), "scored again"
+        assert cluster.cluster_name == "actor_train" and len(dataset) != len(train_data), (
+            "scored again"
+        )
         return score_pairs(cluster, dataset, *args, **options)
 
     return guarded
@@ -222,7 +256,9 @@ def test_precomputed_and_live_reference_agree(inputs, tmp_path, whole):
 
 
 def test_stored_scores_of_other_pairs_or_weights_are_not_used(inputs, tmp_path):
-    first = DPOPipeline(make_config(inputs, tmp_path, reference_log_probs="precompute"), progress=False)
+    first = DPOPipeline(
+        make_config(inputs, tmp_path, reference_log_probs="precompute"), progress=False
+    )
     first.save_checkpoint()
     first.close()
     scores = first.reference_sums["train"]
@@ -231,7 +267,10 @@ def test_stored_scores_of_other_pairs_or_weights_are_not_used(inputs, tmp_path):
 
     def again(**other) -> torch.Tensor:
         config = make_config(
-            {**inputs, **other}, tmp_path, reference_log_probs="precompute", resume_from_checkpoint=True
+            {**inputs, **other},
+            tmp_path,
+            reference_log_probs="precompute",
+            resume_from_checkpoint=True,
         )
         pipeline = DPOPipeline(config, progress=False)
         pipeline.close()
@@ -252,16 +291,25 @@ def test_stored_scores_of_other_pairs_or_weights_are_not_used(inputs, tmp_path):
 
 def test_lora_uses_the_policy_without_its_adapter(inputs, tmp_path, whole):
     pytest.importorskip("peft")
-    lora = {"model_args": {"lora_target": "q_proj,v_proj,down_proj", "lora_rank": 4}, "max_steps": 4}
+    lora = {
+        "model_args": {"lora_target": "q_proj,v_proj,down_proj", "lora_rank": 4},
+        "max_steps": 4,
+    }
     live = train(make_config(inputs, tmp_path / "live", **lora))
-    stored = train(make_config(inputs, tmp_path / "stored", reference_log_probs="precompute", **lora))
+    stored = train(
+        make_config(inputs, tmp_path / "stored", reference_log_probs="precompute", **lora)
+    )
     assert losses_of(live.run_dir)[0] == pytest.approx(math.log(2))
     assert losses_of(live.run_dir)[1:] != pytest.approx([math.log(2)] * 3, abs=1e-4)
     assert losses_of(stored.run_dir) == pytest.approx(losses_of(live.run_dir), abs=1e-6)
     # The base model, as a reference of its own, says the same.
-    reference = DPOPipeline(make_config(inputs, tmp_path / "own", reference_log_probs="precompute"), progress=False)
+    reference = DPOPipeline(
+        make_config(inputs, tmp_path / "own", reference_log_probs="precompute"), progress=False
+    )
     reference.close()
-    assert torch.allclose(stored.reference_sums["train"], reference.reference_sums["train"], atol=1e-6)
+    assert torch.allclose(
+        stored.reference_sums["train"], reference.reference_sums["train"], atol=1e-6
+    )
     opened = AutoModelForCausalLM.from_pretrained(live.model_folder(), dtype=torch.float32)
     assert any("lora" in name for name, _ in opened.named_parameters())
 
@@ -274,7 +322,9 @@ def test_options_of_the_loss_reach_it(inputs, tmp_path):
         ({"loss_type": "sppo_hard", "beta": 0.5}, 2.0),
     ]
     for number, (values, expected) in enumerate(cases):
-        pipeline = train(make_config(inputs, tmp_path / str(number), max_steps=1, eval_steps=-1, **values))
+        pipeline = train(
+            make_config(inputs, tmp_path / str(number), max_steps=1, eval_steps=-1, **values)
+        )
         assert losses_of(pipeline.run_dir) == pytest.approx([expected], abs=1e-5)
     free = train(make_config(inputs, tmp_path / "free", max_steps=1, reference_free=True))
     line = lines_of(free.run_dir)[0]
@@ -296,7 +346,9 @@ def test_early_stop_keeps_and_names_the_best_model(inputs, tmp_path, monkeypatch
 
     monkeypatch.setattr(DPOPipeline, "_before", ValidationHistory().state_dict(), raising=False)
     monkeypatch.setattr(DPOPipeline, "validate", scripted)
-    config = make_config(inputs, tmp_path, eval_steps=2, early_stop_patience=2, save_steps=1, max_ckpt_to_keep=1)
+    config = make_config(
+        inputs, tmp_path, eval_steps=2, early_stop_patience=2, save_steps=1, max_ckpt_to_keep=1
+    )
     pipeline = train(config, progress=None)
     assert pipeline.global_step == 6
     names = [path.name for path in complete_checkpoints(pipeline.run_dir)]
@@ -309,7 +361,10 @@ def test_early_stop_keeps_and_names_the_best_model(inputs, tmp_path, monkeypatch
 
 def test_how_long_a_run_is():
     def steps(per_epoch=10, *, training_args=None, **values) -> int:
-        role = {"strategy_args": {"strategy_name": "hf_train"}, "training_args": training_args or {}}
+        role = {
+            "strategy_args": {"strategy_name": "hf_train"},
+            "training_args": training_args or {},
+        }
         return DPOConfig(sequence_length=8, actor_train=role, **values).num_steps(per_epoch)
 
     assert steps() == 10  # one epoch
@@ -392,15 +447,22 @@ def bad_inputs(case: str, inputs: dict[str, str], tmp_path: Path) -> tuple[dict[
     return {"model": str(model), "train": str(bad), "template": "native"}, expected
 
 
-@pytest.mark.parametrize("case", ["no file", "missing column", "not a pair", "no weights", "template"])
-def test_bad_input_is_explained_before_a_model_is_loaded(case, inputs, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "case", ["no file", "missing column", "not a pair", "no weights", "template"]
+)
+def test_bad_input_is_explained_before_a_model_is_loaded(
+    case, inputs, tmp_path, monkeypatch, capsys
+):
     from roll import cli
 
     values, expected = bad_inputs(case, inputs, tmp_path)
     config = tmp_path / "config.yaml"
-    config.write_text(YAML.format(**{**inputs, "template": "base", "out": tmp_path / "out", **values}))
+    config.write_text(
+        YAML.format(**{**inputs, "template": "base", "out": tmp_path / "out", **values})
+    )
     monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: pytest.fail("model loaded")
+        "transformers.AutoModelForCausalLM.from_pretrained",
+        lambda *a, **k: pytest.fail("model loaded"),
     )
     monkeypatch.setattr(sys, "argv", ["roll", "train", str(config)])
     with pytest.raises(SystemExit) as caught:
@@ -430,14 +492,23 @@ def test_two_ray_workers_have_the_losses_of_one_in_process(inputs, tmp_path):
 @pytest.mark.slow
 def test_the_tiny_example_learns(tmp_path):
     data = tmp_path / "data"
-    subprocess.run([sys.executable, str(EXAMPLES / "make_data.py"), str(data), "--model"], check=True)
+    subprocess.run(
+        [sys.executable, str(EXAMPLES / "make_data.py"), str(data), "--model"], check=True
+    )
     overrides = [
         f"output_dir={tmp_path}",
         f"pretrain={data}/model",
         f"actor_train.data_args.file_name={data}/train.jsonl",
         f"validation.data_args.file_name={data}/validation.jsonl",
     ]
-    command = [sys.executable, "-m", "roll.cli", "train", str(EXAMPLES / "dpo_tiny.yaml"), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "roll.cli",
+        "train",
+        str(EXAMPLES / "dpo_tiny.yaml"),
+        *overrides,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "dpo_tiny"

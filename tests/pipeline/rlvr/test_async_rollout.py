@@ -48,14 +48,20 @@ class Engine:
         for request in requests:
             for i in range(request.num_samples):
                 new = list(range(10 + len(request.prefix_ids), 10 + end))
-                outputs.append(GenerationOutput(request.request_id, i, new, [-1.0] * len(new), reason, self.version))
+                outputs.append(
+                    GenerationOutput(
+                        request.request_id, i, new, [-1.0] * len(new), reason, self.version
+                    )
+                )
         return outputs
 
     def abort_requests(self):
         self._aborted.set()
 
 
-def make(tmp_path, engine, *, score=lambda sample: 1.0, ratio=1.0, **overrides) -> AsyncRolloutCollector:
+def make(
+    tmp_path, engine, *, score=lambda sample: 1.0, ratio=1.0, **overrides
+) -> AsyncRolloutCollector:
     values = make_values(
         tmp_path,
         rollout_batch_size=GROUPS,
@@ -67,12 +73,19 @@ def make(tmp_path, engine, *, score=lambda sample: 1.0, ratio=1.0, **overrides) 
     )
     rows = [{"prompt": f"q{i}"} for i in range(500)]
     dataset = encode_prompts(
-        RowsTable("data", rows), TOKENIZER, max_length=8, template="base", domain_of=lambda row: "math"
+        RowsTable("data", rows),
+        TOKENIZER,
+        max_length=8,
+        template="base",
+        domain_of=lambda row: "math",
     )
 
     def judge(samples):
         verdicts = [score(sample) for sample in samples]
-        return [v if isinstance(v, str) else ScoredSample(s, v, v) for s, v in zip(samples, verdicts, strict=True)]
+        return [
+            v if isinstance(v, str) else ScoredSample(s, v, v)
+            for s, v in zip(samples, verdicts, strict=True)
+        ]
 
     sampler = PromptSampler(dataset, seed=0)
     return AsyncRolloutCollector(RLVRConfig(**values), sampler, engine, judge, TOKENIZER)
@@ -83,7 +96,9 @@ def engine() -> Engine:
     return Engine()
 
 
-def steps(collector: AsyncRolloutCollector, engine: Engine, num: int, first: int = 0, frequency: int = 1) -> Iterator:
+def steps(
+    collector: AsyncRolloutCollector, engine: Engine, num: int, first: int = 0, frequency: int = 1
+) -> Iterator:
     """The loop of the pipeline: pause, new weights, resume, collect, and train until the next batch is there."""
     for step in range(first, first + num):
         with collector.paused(step):
@@ -109,12 +124,18 @@ def test_training_overlaps_generation_and_staleness_is_bounded(tmp_path, engine)
         assert rollout.metrics["rollout/staleness/max"] <= 1
         for group in rollout.groups:
             for scored in group.samples:
-                assert scored.sample.token_ids == tuple(range(10, 10 + LENGTH)), "continued where it stopped"
+                assert scored.sample.token_ids == tuple(range(10, 10 + LENGTH)), (
+                    "continued where it stopped"
+                )
                 assert len(scored.sample.versions) == len(scored.sample.log_probs) == LENGTH
-                assert step - 1 <= min(scored.sample.versions) <= max(scored.sample.versions) <= step
+                assert (
+                    step - 1 <= min(scored.sample.versions) <= max(scored.sample.versions) <= step
+                )
         numbers = [int(group.name) for group in rollout.groups]
         assert numbers == sorted(numbers), "the oldest first"
-    assert rollout.metrics["rollout/staleness/max"] == 1, "later steps were answered while this one trained"
+    assert rollout.metrics["rollout/staleness/max"] == 1, (
+        "later steps were answered while this one trained"
+    )
     collector.close()
     assert not collector._thread.is_alive()
 
@@ -130,7 +151,9 @@ def test_a_weight_update_interrupts_samples_that_go_on_with_the_new_weights(tmp_
         engine.version = 1
     rollout = collector.collect(1)
     versions = [scored.sample.versions for group in rollout.groups for scored in group.samples]
-    assert versions == [(0, 0, 1, 1, 1, 1)] * GROUPS * SAMPLES, "tokens of both policies in one sample"
+    assert versions == [(0, 0, 1, 1, 1, 1)] * GROUPS * SAMPLES, (
+        "tokens of both policies in one sample"
+    )
     assert rollout.metrics["rollout/mixed_version_samples"] == GROUPS * SAMPLES
     assert rollout.metrics["rollout/continued_samples"] >= GROUPS * SAMPLES
     # While nothing is generated a prompt is one request; samples that go on are requests of their own.
@@ -200,7 +223,9 @@ def test_weights_that_are_copied_rarely_do_not_make_samples_too_old(tmp_path, en
     collector = make(tmp_path, engine, actor_infer={**infer, "model_update_frequency": 3})
     found = [rollout.metrics for _, rollout in steps(collector, engine, 7, frequency=3)]
     assert [line["rollout/dropped/stale"] for line in found] == [0] * 7
-    assert max(line["rollout/staleness/max"] for line in found) == 3, "one step ahead, of weights two steps behind"
+    assert max(line["rollout/staleness/max"] for line in found) == 3, (
+        "one step ahead, of weights two steps behind"
+    )
     collector.close()
 
 
@@ -216,21 +241,31 @@ def test_a_failing_reward_reaches_the_main_thread(tmp_path, engine):
 
 def test_a_reward_that_drops_everything_does_not_wait_for_ever(tmp_path, engine):
     collector = make(tmp_path, engine, score=lambda sample: "none", max_num_gen_batches=2)
-    with pytest.raises(DataError, match=r"samples were dropped and the batch is not full .* none: "):
+    with pytest.raises(
+        DataError, match=r"samples were dropped and the batch is not full .* none: "
+    ):
         next(steps(collector, engine, 1))
     collector.close()
 
 
 def test_prompts_that_were_started_are_answered_after_a_resume(tmp_path, engine):
     collector = make(tmp_path, engine)
-    seen = [group.prompt.index for _, rollout in steps(collector, engine, 2) for group in rollout.groups]
+    seen = [
+        group.prompt.index for _, rollout in steps(collector, engine, 2) for group in rollout.groups
+    ]
     with collector.paused(2):
         state = collector.state_dict()
     collector.close()
     assert len(state["jobs"]) >= GROUPS
     resumed = make(tmp_path, engine)
     resumed.load_state_dict(state)
-    seen += [group.prompt.index for _, rollout in steps(resumed, engine, 3, first=2) for group in rollout.groups]
+    seen += [
+        group.prompt.index
+        for _, rollout in steps(resumed, engine, 3, first=2)
+        for group in rollout.groups
+    ]
     resumed.close()
     expected = make(tmp_path, engine).sampler.take("all", len(seen))
-    assert sorted(seen) == sorted(prompt.index for prompt in expected), "none is skipped and none comes twice"
+    assert sorted(seen) == sorted(prompt.index for prompt in expected), (
+        "none is skipped and none comes twice"
+    )

@@ -52,7 +52,12 @@ LOSSES = ("actor/pg_loss", "actor/total_loss")
 SHARES = ("actor/clipfrac", "actor/ppo_ratio_clipfrac")
 # Adam divides a gradient by its size, so that last bits grow to 1e-4 of a gradient within a few steps; a wrong formula
 # differs by far more. Losses, means over many tokens, came within 1e-6.
-TOLERANCES = {COUNTS: {"rel": 1e-5}, SIZES: {"rel": 1e-3}, LOSSES: {"abs": 1e-4}, SHARES: {"abs": 2 / 70}}
+TOLERANCES = {
+    COUNTS: {"rel": 1e-5},
+    SIZES: {"rel": 1e-3},
+    LOSSES: {"abs": 1e-4},
+    SHARES: {"abs": 2 / 70},
+}
 
 
 class Recorded:
@@ -75,19 +80,29 @@ class Recorded:
         if step is None:
             return outputs
         kept = zip(outputs, step["tokens"], step["log_probs"], step["finish_reasons"], strict=True)
-        return [replace(o, token_ids=ids, log_probs=values, finish_reason=end) for o, ids, values, end in kept]
+        return [
+            replace(o, token_ids=ids, log_probs=values, finish_reason=end)
+            for o, ids, values, end in kept
+        ]
 
 
 def small_run(folder: Path, recorded=()) -> list[dict]:
     """Four steps of a tiny run: sampling, scoring, advantages, two optimizer steps each. What was drawn and logged."""
     inputs = make_inputs(folder / "inputs")
     config = make_config(
-        inputs, output_dir=str(folder / "output"), max_steps=STEPS, entropy_loss_coef=0.01, first_ratio_tolerance=0
+        inputs,
+        output_dir=str(folder / "output"),
+        max_steps=STEPS,
+        entropy_loss_coef=0.01,
+        first_ratio_tolerance=0,
     )
     with RLVRPipeline(config, progress=False) as pipeline:
         pipeline.collector.engine = engine = Recorded(pipeline.collector.engine, recorded)
         pipeline.run()
-    lines = [{key: line[key] for keys in TOLERANCES for key in keys} for line in metrics_of(pipeline.run_dir)]
+    lines = [
+        {key: line[key] for keys in TOLERANCES for key in keys}
+        for line in metrics_of(pipeline.run_dir)
+    ]
     return [drawn | {"metrics": line} for drawn, line in zip(engine.drawn, lines, strict=True)]
 
 
@@ -98,12 +113,24 @@ def example_curve(folder: Path) -> dict[str, list[float]]:
     """
     make(folder / "digits", seed=0)
     paths = {"pretrain": str(folder / "digits" / "model"), "output_dir": str(folder)}
-    data = {"actor_train.data_args.file_name": "reverse_train", "validation.data_args.file_name": "reverse_test"}
+    data = {
+        "actor_train.data_args.file_name": "reverse_train",
+        "validation.data_args.file_name": "reverse_test",
+    }
     paths |= {key: str(folder / "digits" / f"{name}.jsonl") for key, name in data.items()}
-    reward = {"rewards.reverse.reward_fn": f"{EXAMPLES / 'exact_match.py'}:score", "max_steps": 10, "eval_steps": 5}
+    reward = {
+        "rewards.reverse.reward_fn": f"{EXAMPLES / 'exact_match.py'}:score",
+        "max_steps": 10,
+        "eval_steps": 5,
+    }
     curve: dict[str, list[float]] = {}
-    for name, more in (("reverse_sft", {}), ("reverse_grpo", {**reward, "pretrain": str(folder / "reverse_sft")})):
-        overrides = [f"{key}={value}" for key, value in {**paths, "track_with": "none", **more}.items()]
+    for name, more in (
+        ("reverse_sft", {}),
+        ("reverse_grpo", {**reward, "pretrain": str(folder / "reverse_sft")}),
+    ):
+        overrides = [
+            f"{key}={value}" for key, value in {**paths, "track_with": "none", **more}.items()
+        ]
         config = load_config(EXAMPLES / f"{name}.yaml", overrides).config
         with pipeline_class(config)(config, progress=False) as pipeline:
             pipeline.run()
@@ -118,12 +145,25 @@ def example_curve(folder: Path) -> dict[str, list[float]]:
 def machine() -> str:
     """What decides the last bits of a sum, besides the number of threads: the code that is run, and what chooses it."""
     info = Path("/proc/cpuinfo")
-    lines = (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines()) if info.exists() else ()
+    lines = (
+        (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines())
+        if info.exists()
+        else ()
+    )
     cpu = {name.strip(): value.strip() for name, _, value in lines}
-    words = [cpu.get(key, "unknown") for key in ("model name", "cpu family", "model", "stepping", "cache size")]
-    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("MKL_", "ONEDNN_"))]
+    words = [
+        cpu.get(key, "unknown")
+        for key in ("model name", "cpu family", "model", "stepping", "cache size")
+    ]
+    chosen = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("MKL_", "ONEDNN_"))
+    ]
     capability = torch.backends.cpu.get_cpu_capability()
-    return ", ".join([f"torch {torch.__version__}", platform.machine(), capability, *words, *chosen])
+    return ", ".join(
+        [f"torch {torch.__version__}", platform.machine(), capability, *words, *chosen]
+    )
 
 
 def read_small() -> tuple[str, list[dict]]:
@@ -135,7 +175,10 @@ def test_a_small_run_computes_what_it_always_did(tmp_path):
     _, golden = read_small()
     run = small_run(tmp_path, golden)
     assert len(run) == len(golden) == STEPS
-    assert run[0]["tokens"] == golden[0]["tokens"] and run[0]["finish_reasons"] == golden[0]["finish_reasons"]
+    assert (
+        run[0]["tokens"] == golden[0]["tokens"]
+        and run[0]["finish_reasons"] == golden[0]["finish_reasons"]
+    )
     others = []
     for number, (step, expected) in enumerate(zip(run, golden, strict=True)):
         assert step["prompts"] == expected["prompts"], f"step {number}"

@@ -6,7 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import GARBAGE, cuts, loss_and_gradient, merged, narrowed, policy_batch, window, with_counts
+from loss_cases import (
+    GARBAGE,
+    cuts,
+    loss_and_gradient,
+    merged,
+    narrowed,
+    policy_batch,
+    window,
+    with_counts,
+)
 
 from roll.algorithms.policy_loss import PPOClip, policy_loss
 from roll.configs.worker_config import WorkerConfig
@@ -76,7 +85,11 @@ def test_metrics_have_rolls_names() -> None:
     assert metrics["actor/valid_samples@sum"] == 4 and metrics["actor/total_samples@sum"] == 5
     assert metrics["actor/valid_sample_ratio@sum"] == pytest.approx(0.8)
     assert metrics["actor/sample_weights_mean@mean"] == metrics["actor/sample_weights_max@max"] == 1
-    assert metrics["actor/pg_loss@sum"] == metrics["actor/weighted_pg_loss@sum"] == pytest.approx(loss.item())
+    assert (
+        metrics["actor/pg_loss@sum"]
+        == metrics["actor/weighted_pg_loss@sum"]
+        == pytest.approx(loss.item())
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +105,9 @@ def test_the_loss_is_that_of_the_final_mask_with_weights_and_coefficient(
     worker = make_worker(importance_sampling=importance_sampling, **options)
     logits.requires_grad_()
     loss, metrics, gradient = loss_and_gradient(worker, data, logits)
-    log_probs, entropy = next_token_log_probs(logits, data["input_ids"], data["response_mask"], with_entropy=True)
+    log_probs, entropy = next_token_log_probs(
+        logits, data["input_ids"], data["response_mask"], with_entropy=True
+    )
     expected = policy_loss(
         log_probs_BT=log_probs,
         old_log_probs_BT=data["old_log_probs"],
@@ -136,7 +151,9 @@ def test_sample_weights_by_hand() -> None:
     torch.testing.assert_close(weights, torch.tensor([0.75 / 0.875, 1 / 0.875, 0.0]))
     tensor_column = data.select(["response_mask", "final_response_mask"], [])
     tensor_column["difficulty"] = torch.tensor([0.0, 1.0, 1.0])
-    assert torch.equal(compute_sample_weights(tensor_column, make_worker(**WEIGHTS).pipeline_config), weights)
+    assert torch.equal(
+        compute_sample_weights(tensor_column, make_worker(**WEIGHTS).pipeline_config), weights
+    )
     assert compute_sample_weights(data, make_worker().pipeline_config).tolist() == [1.0, 1.0, 0.0]
 
 
@@ -170,7 +187,8 @@ def test_l23_weights_are_not_made_inside_a_micro_batch() -> None:
     data, logits = rlvr_batch()
     data = with_counts(data, "response_mask", "final_response_mask")
     with pytest.raises(
-        KeyError, match="no column 'sample_weights', which difficulty_loss_weight or length_loss_weight"
+        KeyError,
+        match="no column 'sample_weights', which difficulty_loss_weight or length_loss_weight",
     ):
         make_worker(**WEIGHTS).loss_func(data, logits)
 
@@ -211,8 +229,12 @@ def test_bad_difficulties_are_named() -> None:
     data, _ = rlvr_batch()
     config = make_worker(**WEIGHTS).pipeline_config
     data["difficulty"] = np.array([0.1, 0.2, "hard", 0.4, 0.5], dtype=object)
-    with pytest.raises(ValueError, match=r"column 'difficulty', row 2: expected a number in .*, found 'hard'"):
+    with pytest.raises(
+        ValueError, match=r"column 'difficulty', row 2: expected a number in .*, found 'hard'"
+    ):
         compute_sample_weights(data, config)
     del data["difficulty"]
-    with pytest.raises(KeyError, match="no column 'difficulty', which difficulty_loss_weight needs"):
+    with pytest.raises(
+        KeyError, match="no column 'difficulty', which difficulty_loss_weight needs"
+    ):
         compute_sample_weights(data, config)

@@ -39,7 +39,12 @@ VALIDATION = {"eval_steps": 2, "val_n_sample": 2}
 
 def with_validation(inputs: Path) -> dict:
     generating = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    return {"validation": {"data_args": {"file_name": str(inputs / "test.jsonl")}, "generating_args": generating}}
+    return {
+        "validation": {
+            "data_args": {"file_name": str(inputs / "test.jsonl")},
+            "generating_args": generating,
+        }
+    }
 
 
 # -- what a run leaves behind ------------------------------------------------------------------------------------------
@@ -57,13 +62,15 @@ def test_a_run_reports_what_happened(inputs, tmp_path):
     assert first["rollout/truncated_frac"] == first["token/total_response_length/clip"]
     assert {"val_correct/all/mean", "val/pass_at_2/all", "val/score/reverse/mean"} <= first.keys()
     assert (
-        "val/score/all/mean" not in lines[1] and "val/score/all/mean" in lines[2] and "val/score/all/mean" in lines[3]
+        "val/score/all/mean" not in lines[1]
+        and "val/score/all/mean" in lines[2]
+        and "val/score/all/mean" in lines[3]
     )
     samples = read_rollouts(pipeline.run_dir / "rollouts" / "step-000001.jsonl")
     assert len(samples) == 16 and samples[0]["policy_version"] == 1
-    assert samples[0]["prompt"].endswith("<") and len(samples[0]["tokens"]["infer_log_probs"]) == len(
-        samples[0]["tokens"]["ids"]
-    )
+    assert samples[0]["prompt"].endswith("<") and len(
+        samples[0]["tokens"]["infer_log_probs"]
+    ) == len(samples[0]["tokens"]["ids"])
     assert len(read_rollouts(pipeline.run_dir / "rollouts" / "val-000002.jsonl")) == 12
 
 
@@ -75,16 +82,24 @@ def test_evaluation_alone_says_what_the_run_said_at_its_end(inputs, tmp_path):
         found = RLVRPipeline.evaluate(config, checkpoint, samples_to=tmp_path / "eval")
         assert found == {key: value for key, value in final.items() if key in found}
     assert len(read_rollouts(tmp_path / "eval" / "rollouts" / "val-000000.jsonl")) == 12
-    trained = [sample["response"] for sample in read_rollouts(tmp_path / "eval" / "rollouts" / "val-000000.jsonl")]
+    trained = [
+        sample["response"]
+        for sample in read_rollouts(tmp_path / "eval" / "rollouts" / "val-000000.jsonl")
+    ]
     RLVRPipeline.evaluate(config, samples_to=tmp_path / "before")
-    before = [sample["response"] for sample in read_rollouts(tmp_path / "before" / "rollouts" / "val-000000.jsonl")]
+    before = [
+        sample["response"]
+        for sample in read_rollouts(tmp_path / "before" / "rollouts" / "val-000000.jsonl")
+    ]
     assert before != trained, "without a checkpoint it is the model that the run started from"
     with pytest.raises(ConfigError, match="validation: missing"):
         RLVRPipeline.evaluate(make_config(inputs))
 
 
 def test_the_same_seed_gives_the_same_run_bit_for_bit(inputs, tmp_path):
-    one, two = (run(inputs, tmp_path / name, **VALIDATION, **with_validation(inputs)) for name in "ab")
+    one, two = (
+        run(inputs, tmp_path / name, **VALIDATION, **with_validation(inputs)) for name in "ab"
+    )
     assert metrics_of(one.run_dir) == metrics_of(two.run_dir)
     assert weights(one) == weights(two)
     other = run(inputs, tmp_path / "c", seed=4)
@@ -127,13 +142,18 @@ def test_resume_after_kill_9_in_the_middle_of_a_step(inputs, tmp_path):
         "init_kl_coef": 0.1,
         "target_kl": 0.05,
         "kl_horizon": 40,
-        "reference": {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": "hf_infer"}},
+        "reference": {
+            "model_args": {"dtype": "fp32"},
+            "strategy_args": {"strategy_name": "hf_infer"},
+        },
     }
     whole = run(inputs, tmp_path / "whole", **options)
     killed_output = str(tmp_path / "killed")
     tests = str(Path(__file__).parents[2])
     threads = torch.get_num_threads()
-    script = KILLED.format(tests=tests, inputs=str(inputs), output=killed_output, options=options, threads=threads)
+    script = KILLED.format(
+        tests=tests, inputs=str(inputs), output=killed_output, options=options, threads=threads
+    )
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
     killed = tmp_path / "killed" / "run"
@@ -142,7 +162,9 @@ def test_resume_after_kill_9_in_the_middle_of_a_step(inputs, tmp_path):
     assert resumed.run_dir == killed and resumed.global_step == 5
     assert metrics_of(resumed.run_dir) == metrics_of(whole.run_dir)
     assert weights(resumed) == weights(whole)
-    files = [sorted(path.name for path in (p.run_dir / "rollouts").iterdir()) for p in (resumed, whole)]
+    files = [
+        sorted(path.name for path in (p.run_dir / "rollouts").iterdir()) for p in (resumed, whole)
+    ]
     assert files[0] == files[1]
 
 
@@ -171,7 +193,9 @@ def test_a_dump_trains_again_from_itself_alone(inputs, tmp_path):
     values["max_steps"] = 4
     with (
         RLVRPipeline(RLVRConfig(**values), progress=False) as three,
-        pytest.raises(DataError, match=r"no dump for step 3 \(there are 3, step-000000 to step-000002\)"),
+        pytest.raises(
+            DataError, match=r"no dump for step 3 \(there are 3, step-000000 to step-000002\)"
+        ),
     ):
         three.run()
 
@@ -192,15 +216,27 @@ CRITIC = {
 def test_ppo_with_a_critic_that_warms_up(inputs, tmp_path):
     pipeline = run(inputs, tmp_path, **CRITIC, whiten_advantages=True, value_clip=0.5)
     first, second, _ = metrics_of(pipeline.run_dir)
-    assert "critic/loss" in first and "actor/pg_loss" not in first, "only the critic learns in the first step"
-    assert first["system/weight_checksum"] == second["system/weight_checksum"] and "actor/pg_loss" in second
+    assert "critic/loss" in first and "actor/pg_loss" not in first, (
+        "only the critic learns in the first step"
+    )
+    assert (
+        first["system/weight_checksum"] == second["system/weight_checksum"]
+        and "actor/pg_loss" in second
+    )
     assert (pipeline.model_folder().parent / "critic").is_dir()
     assert {"critic/values/mean", "critic/returns/mean"} <= second.keys()
 
 
 @pytest.mark.parametrize("estimator", ["reinforce", "rloo", "dr_grpo", "reinforce_plus_plus"])
 def test_other_estimators_run(inputs, tmp_path, estimator):
-    pipeline = run(inputs, tmp_path, adv_estimator=estimator, max_steps=1, importance_sampling="seq", ppo_epochs=2)
+    pipeline = run(
+        inputs,
+        tmp_path,
+        adv_estimator=estimator,
+        max_steps=1,
+        importance_sampling="seq",
+        ppo_epochs=2,
+    )
     (line,) = metrics_of(pipeline.run_dir)
     assert line["actor/backward_steps"] == 4 and line["actor_train/grad_norm"] > 0
 
@@ -213,7 +249,10 @@ def test_kl_against_a_reference_or_against_the_policy_without_its_adapter(inputs
     first, second = metrics_of(with_reference.run_dir)
     assert abs(first["critic/kl"]) < 1e-6 and second["actor/kl_loss"] > 1e-6
     values = make_values(inputs)
-    lora = {**values["actor_train"], "model_args": {**values["actor_train"]["model_args"], "lora_target": "all-linear"}}
+    lora = {
+        **values["actor_train"],
+        "model_args": {**values["actor_train"]["model_args"], "lora_target": "all-linear"},
+    }
     adapter = run(inputs, tmp_path / "lora", **kl, actor_train=lora)
     assert adapter.reference is None
     first, second = metrics_of(adapter.run_dir)
@@ -242,7 +281,10 @@ def test_several_domains_with_their_own_rewards(inputs, tmp_path):
         max_steps=2,
     )
     line = metrics_of(pipeline.run_dir)[1]
-    assert line["a/critic/score/mean"] != line["b/critic/score/mean"] and "b/critic/zero_std_group_frac" in line
+    assert (
+        line["a/critic/score/mean"] != line["b/critic/score/mean"]
+        and "b/critic/zero_std_group_frac" in line
+    )
     samples = read_rollouts(pipeline.run_dir / "rollouts" / "step-000000.jsonl")
     assert [sample["domain"] for sample in samples] == ["a"] * 12 + ["b"] * 4
     assert samples[-1]["rewards"]["x"] == 1
@@ -253,8 +295,14 @@ def test_several_domains_with_their_own_rewards(inputs, tmp_path):
 
 def test_truncated_sampling_is_not_on_policy_and_stops(inputs, tmp_path):
     values = make_values(inputs)
-    infer = {**values["actor_infer"], "generating_args": {"temperature": 1.0, "top_p": 0.7, "top_k": 0}}
-    with pytest.raises(OffPolicyError, match=r"(?s)more than 0.001 .*tokens are cut off before sampling \(top_p=0.7"):
+    infer = {
+        **values["actor_infer"],
+        "generating_args": {"temperature": 1.0, "top_p": 0.7, "top_k": 0},
+    }
+    with pytest.raises(
+        OffPolicyError,
+        match=r"(?s)more than 0.001 .*tokens are cut off before sampling \(top_p=0.7",
+    ):
         run(inputs, tmp_path / "a", actor_infer=infer)
     pipeline = run(inputs, tmp_path / "b", actor_infer=infer, first_ratio_tolerance=0, max_steps=1)
     assert metrics_of(pipeline.run_dir)[0]["actor/first_ratio_error"] > 1e-2
@@ -265,10 +313,15 @@ def test_truncated_sampling_is_not_on_policy_and_stops(inputs, tmp_path):
 
 def test_training_at_the_sampling_temperature_is_on_policy(inputs, tmp_path):
     values = make_values(inputs)
-    infer = {**values["actor_infer"], "generating_args": {"temperature": 0.5, "top_p": 1.0, "top_k": 0}}
+    infer = {
+        **values["actor_infer"],
+        "generating_args": {"temperature": 0.5, "top_p": 1.0, "top_k": 0},
+    }
     pipeline = run(inputs, tmp_path / "a", actor_infer=infer, max_steps=1)
     assert metrics_of(pipeline.run_dir)[0]["actor/first_ratio_error"] < 1e-4
-    with pytest.raises(OffPolicyError, match=r"temperature 0.5 with log_probs_at_sampling_temperature=false"):
+    with pytest.raises(
+        OffPolicyError, match=r"temperature 0.5 with log_probs_at_sampling_temperature=false"
+    ):
         run(inputs, tmp_path / "b", actor_infer=infer, log_probs_at_sampling_temperature=False)
 
 
@@ -293,8 +346,16 @@ def score(prompt, response, ground_truth, **row):
 def test_rewards_that_misbehave_cost_samples_and_nothing_else(tmp_path):
     folder = make_inputs(tmp_path / "inputs", reward=MISBEHAVING)
     rows = [{"prompt": f"{kind}{i}<", "ground_truth": "x"} for i in range(2) for kind in range(7)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    rewards = {"r": {"reward_fn": f"{folder / 'reward.py'}:score", "reward_timeout": 4, "reward_memory_mb": 256}}
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    rewards = {
+        "r": {
+            "reward_fn": f"{folder / 'reward.py'}:score",
+            "reward_timeout": 4,
+            "reward_memory_mb": 256,
+        }
+    }
     before = _children()
     pipeline = run(
         folder,
@@ -303,14 +364,28 @@ def test_rewards_that_misbehave_cost_samples_and_nothing_else(tmp_path):
         rollout_batch_size=14,
         num_return_sequences_in_group=2,
         max_steps=1,
-        actor_train={**make_values(folder)["actor_train"], "training_args": {"per_device_train_batch_size": 14}},
+        actor_train={
+            **make_values(folder)["actor_train"],
+            "training_args": {"per_device_train_batch_size": 14},
+        },
     )
     (line,) = metrics_of(pipeline.run_dir)
     for reason in ("exception", "timeout", "nan", "none", "memory"):
-        assert line.get(f"rollout/dropped/{reason}") == 4, {k: v for k, v in line.items() if "dropped" in k}
-    assert line["actor/samples_total"] == 28 - line["rollout/dropped_samples"] and line["critic/score/min"] > 0
-    dropped = [s for s in read_rollouts(pipeline.run_dir / "rollouts" / "step-000000.jsonl") if s["dropped"]]
-    assert len(dropped) == line["rollout/dropped_samples"] and all(sample["score"] is None for sample in dropped)
+        assert line.get(f"rollout/dropped/{reason}") == 4, {
+            k: v for k, v in line.items() if "dropped" in k
+        }
+    assert (
+        line["actor/samples_total"] == 28 - line["rollout/dropped_samples"]
+        and line["critic/score/min"] > 0
+    )
+    dropped = [
+        s
+        for s in read_rollouts(pipeline.run_dir / "rollouts" / "step-000000.jsonl")
+        if s["dropped"]
+    ]
+    assert len(dropped) == line["rollout/dropped_samples"] and all(
+        sample["score"] is None for sample in dropped
+    )
     assert any("cannot read this" in sample["dropped"] for sample in dropped)
     assert eventually(lambda: not _children() - before), "no process is left"
 
@@ -321,8 +396,12 @@ def _children() -> set[int]:
 
 
 def test_a_reward_that_never_works_ends_the_run_with_its_reasons(tmp_path):
-    folder = make_inputs(tmp_path / "inputs", reward="def score(prompt, response, ground_truth, **row): return None")
-    with pytest.raises(DataError, match=r"not one sample of the last 3 steps could be used:\n  none: 16 samples"):
+    folder = make_inputs(
+        tmp_path / "inputs", reward="def score(prompt, response, ground_truth, **row): return None"
+    )
+    with pytest.raises(
+        DataError, match=r"not one sample of the last 3 steps could be used:\n  none: 16 samples"
+    ):
         run(folder, tmp_path / "out", max_steps=5)
     assert len(metrics_of(tmp_path / "out" / "run")) == 2
 
@@ -345,24 +424,52 @@ def test_bad_input_is_found_before_a_model_is_loaded(inputs, tmp_path, monkeypat
     def data(rows, **options):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return {"actor_train": {**values["actor_train"], "data_args": {"file_name": str(path), **options}}}
+        return {
+            "actor_train": {
+                **values["actor_train"],
+                "data_args": {"file_name": str(path), **options},
+            }
+        }
 
     refused(
-        DataError, "no column prompt; its columns are: question, answer", **data([{"question": "a", "answer": "b"}])
+        DataError,
+        "no column prompt; its columns are: question, answer",
+        **data([{"question": "a", "answer": "b"}]),
     )
-    refused(DataError, "The longest of them has 30 tokens and prompt_length is 8", **data([{"prompt": "1" * 30}]))
-    refused(DataError, r"rows.jsonl:1: domain 'law' has no reward", **data([{"prompt": "1", "domain": "law"}]))
-    refused(DataError, "the columns scores have names that the pipeline uses", **data([{"prompt": "1", "scores": 1}]))
+    refused(
+        DataError,
+        "The longest of them has 30 tokens and prompt_length is 8",
+        **data([{"prompt": "1" * 30}]),
+    )
+    refused(
+        DataError,
+        r"rows.jsonl:1: domain 'law' has no reward",
+        **data([{"prompt": "1", "domain": "law"}]),
+    )
+    refused(
+        DataError,
+        "the columns scores have names that the pipeline uses",
+        **data([{"prompt": "1", "scores": 1}]),
+    )
     two = {
         "a": {**values["rewards"]["reverse"], "tag_included": ["x"]},
         "b": {**values["rewards"]["reverse"], "tag_included": ["y"]},
     }
-    refused(DataError, r"tag 'z' belongs to no domain.*a: x; b: y", **data([{"prompt": "1", "tag": "z"}]), rewards=two)
+    refused(
+        DataError,
+        r"tag 'z' belongs to no domain.*a: x; b: y",
+        **data([{"prompt": "1", "tag": "z"}]),
+        rewards=two,
+    )
     refused(
         ConfigError,
         r"(?s)domain_interleave_probs.*reverze.*did you mean",
         **data([{"prompt": "1"}], domain_interleave_probs={"reverze": 1.0}),
     )
-    refused(ConfigError, "rewards.reverse.reward_fn", rewards={"reverse": {"reward_fn": "nowhere.py:score"}})
+    refused(
+        ConfigError,
+        "rewards.reverse.reward_fn",
+        rewards={"reverse": {"reward_fn": "nowhere.py:score"}},
+    )
     refused(ConfigError, "rollout_batch_size: found 3", rollout_batch_size=3)
     refused(ConfigError, "rewards: missing", rewards={})

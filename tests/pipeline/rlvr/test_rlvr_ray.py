@@ -16,7 +16,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(inputs: Path, output: Path, **overrides) -> RLVRPipeline:
-    with RLVRPipeline(make_config(inputs, output_dir=str(output), **overrides), progress=False) as pipeline:
+    with RLVRPipeline(
+        make_config(inputs, output_dir=str(output), **overrides), progress=False
+    ) as pipeline:
         pipeline.run()
     return pipeline
 
@@ -50,11 +52,16 @@ def test_two_and_two_workers_give_the_losses_of_one_process(inputs, tmp_path):
     same(local, ray)
 
     both = run(
-        inputs, tmp_path / "both", **mock(tmp_path / "dump2", "dump"), **workers(inputs, train=2, infer=2, rows=4)
+        inputs,
+        tmp_path / "both",
+        **mock(tmp_path / "dump2", "dump"),
+        **workers(inputs, train=2, infer=2, rows=4),
     )
     assert both.actor_infer is not None and both.actor_infer.world_size == 2
     lines = metrics_of(both.run_dir)
-    assert all(line["actor/first_ratio_error"] < 1e-4 for line in lines), "weights arrived before every rollout"
+    assert all(line["actor/first_ratio_error"] < 1e-4 for line in lines), (
+        "weights arrived before every rollout"
+    )
     assert len({line["system/weight_checksum"] for line in lines}) == len(lines)
     same(both, run(inputs, tmp_path / "again", **mock(tmp_path / "dump2", "mock")))
 
@@ -72,11 +79,14 @@ def test_asynchronous_rollouts_train_and_report_their_staleness(inputs, tmp_path
     lines = metrics_of(pipeline.run_dir)
     assert [line["step"] for line in lines] == list(range(6))
     assert all(line["rollout/staleness/max"] <= 1 for line in lines)
-    assert any(line["rollout/staleness/max"] == 1 for line in lines), "some steps train on samples of older weights"
+    assert any(line["rollout/staleness/max"] == 1 for line in lines), (
+        "some steps train on samples of older weights"
+    )
     assert [line["actor/samples_total"] for line in lines] == [16] * 6
     assert sum(line["actor_train/grad_norm"] for line in lines) > 0
     versions = [
-        sample["policy_version"] for sample in read_rollouts(pipeline.run_dir / "rollouts" / "step-000005.jsonl")
+        sample["policy_version"]
+        for sample in read_rollouts(pipeline.run_dir / "rollouts" / "step-000005.jsonl")
     ]
     assert set(versions) <= {4, 5}
     resumed = run(

@@ -16,13 +16,19 @@ from roll.pipeline.rlvr.samples import ScoredSample
 TOKENIZER = tiny_tokenizer()
 
 
-def collector(tmp_path, answer, score, *, num_rows=20, rewards=None, **overrides) -> RolloutCollector:
+def collector(
+    tmp_path, answer, score, *, num_rows=20, rewards=None, **overrides
+) -> RolloutCollector:
     """`answer(prompt_text, number)` gives a response and its finish reason, `score(prompt_text, number)` a verdict."""
     rewards = rewards or {"math": {"reward_fn": "r.py:score"}}
     config = RLVRConfig(**make_values(tmp_path, rewards=rewards, **overrides))
     rows = [{"prompt": f"q{i}", "domain": list(rewards)[i % len(rewards)]} for i in range(num_rows)]
     dataset = encode_prompts(
-        RowsTable("data", rows), TOKENIZER, max_length=8, template="base", domain_of=lambda row: row["domain"]
+        RowsTable("data", rows),
+        TOKENIZER,
+        max_length=8,
+        template="base",
+        domain_of=lambda row: row["domain"],
     )
     shares = {domain: 1 / len(rewards) for domain in rewards}
 
@@ -34,7 +40,11 @@ def collector(tmp_path, answer, score, *, num_rows=20, rewards=None, **overrides
                 reply, reason = answer(text, number)
                 ids = TOKENIZER(reply)["input_ids"]
                 error = "engine: it broke" if reason == "error" else None
-                outputs.append(GenerationOutput(request.request_id, number, ids, [-1.0] * len(ids), reason, 0, error))
+                outputs.append(
+                    GenerationOutput(
+                        request.request_id, number, ids, [-1.0] * len(ids), reason, 0, error
+                    )
+                )
         return outputs
 
     def judge(samples):
@@ -45,7 +55,9 @@ def collector(tmp_path, answer, score, *, num_rows=20, rewards=None, **overrides
         ]
 
     engine = SimpleNamespace(answer_requests=generate)
-    return RolloutCollector(config, PromptSampler(dataset, seed=0, shares=shares), engine, judge, TOKENIZER)
+    return RolloutCollector(
+        config, PromptSampler(dataset, seed=0, shares=shares), engine, judge, TOKENIZER
+    )
 
 
 def well(text, number):
@@ -56,7 +68,9 @@ def test_a_full_batch_in_one_round(tmp_path):
     rollout = collector(tmp_path, well, lambda text, number: float(number % 2)).collect(7)
     assert [group.name for group in rollout.groups] == ["7-0", "7-1", "7-2", "7-3"]
     assert sum(len(group.samples) for group in rollout.groups) == 16 and not rollout.dropped
-    assert rollout.metrics["rollout/rounds"] == 1 and rollout.metrics["rollout/missing_prompts"] == 0
+    assert (
+        rollout.metrics["rollout/rounds"] == 1 and rollout.metrics["rollout/missing_prompts"] == 0
+    )
     assert rollout.metrics["rollout/no_signal_group_frac"] == 0
     assert rollout.metrics["scheduler/math/score/mean"] == 0.5
 
@@ -69,9 +83,14 @@ def test_a_filter_samples_again_until_the_batch_is_full(tmp_path):
     rewards = {"math": {"reward_fn": "r.py:score", "query_filter_config": rule}}
     made = collector(tmp_path, well, score, rewards=rewards)
     rollout = made.collect(0)
-    assert len(rollout.groups) == 4 and all(int(group.prompt.text[1:]) % 2 == 0 for group in rollout.groups)
+    assert len(rollout.groups) == 4 and all(
+        int(group.prompt.text[1:]) % 2 == 0 for group in rollout.groups
+    )
     assert rollout.metrics["rollout/rounds"] > 1
-    drawn, filtered = rollout.metrics["scheduler/collect_query_count"], rollout.metrics["scheduler/query_filter_count"]
+    drawn, filtered = (
+        rollout.metrics["scheduler/collect_query_count"],
+        rollout.metrics["scheduler/query_filter_count"],
+    )
     assert drawn == 4 + filtered and made.sampler.epoch == pytest.approx(drawn / 20)
     assert rollout.metrics["rollout/dropped/std_filter"] == 4 * filtered == len(rollout.dropped)
     assert len({group.name for group in rollout.groups}) == 4
@@ -83,30 +102,50 @@ def test_the_bound_ends_a_hopeless_search(tmp_path):
     made = collector(tmp_path, well, lambda *_: 1.0, rewards=rewards, max_num_gen_batches=3)
     rollout = made.collect(0)
     assert not rollout.groups
-    assert rollout.metrics["rollout/rounds"] == 3 and rollout.metrics["rollout/missing_prompts"] == 4
+    assert (
+        rollout.metrics["rollout/rounds"] == 3 and rollout.metrics["rollout/missing_prompts"] == 4
+    )
     assert rollout.metrics["scheduler/collect_query_count"] == 12
 
 
 def test_samples_without_a_score_leave_their_group_and_are_never_zero(tmp_path):
     def score(text, number):
-        return "exception: ValueError at r.py:3" if number == 0 else "timeout" if number == 1 else 1.0
+        return (
+            "exception: ValueError at r.py:3" if number == 0 else "timeout" if number == 1 else 1.0
+        )
 
     rollout = collector(tmp_path, well, score).collect(0)
     assert [len(group.samples) for group in rollout.groups] == [2, 2, 2, 2]
     assert all(value == 1.0 for group in rollout.groups for value in group.scores)
-    assert rollout.metrics["rollout/dropped/exception"] == rollout.metrics["rollout/dropped/timeout"] == 4
-    assert {sample.reason for sample in rollout.dropped} == {"exception: ValueError at r.py:3", "timeout"}
+    assert (
+        rollout.metrics["rollout/dropped/exception"]
+        == rollout.metrics["rollout/dropped/timeout"]
+        == 4
+    )
+    assert {sample.reason for sample in rollout.dropped} == {
+        "exception: ValueError at r.py:3",
+        "timeout",
+    }
     assert rollout.metrics["rollout/rounds"] == 1
 
 
 def test_what_the_engine_could_not_answer_is_dropped_with_its_reason(tmp_path):
     def answer(text, number):
-        return ("", "error") if number == 2 else ("longer", "length") if number == 3 else ("ok", "stop")
+        return (
+            ("", "error")
+            if number == 2
+            else ("longer", "length")
+            if number == 3
+            else ("ok", "stop")
+        )
 
     rollout = collector(tmp_path, answer, lambda *_: 1.0).collect(0)
     assert rollout.metrics["rollout/dropped/generation"] == 4
     assert rollout.dropped[0].reason == "generation: engine: it broke"
-    assert rollout.metrics["rollout/truncated_frac"] == 0.25 and rollout.metrics["rollout/samples"] == 16
+    assert (
+        rollout.metrics["rollout/truncated_frac"] == 0.25
+        and rollout.metrics["rollout/samples"] == 16
+    )
 
 
 def test_domains_have_their_own_filters(tmp_path):
@@ -117,7 +156,9 @@ def test_domains_have_their_own_filters(tmp_path):
     }
     made = collector(tmp_path, well, lambda *_: 0.0, rewards=rewards, max_num_gen_batches=2)
     rollout = made.collect(0)
-    assert [group.prompt.domain for group in rollout.groups] == ["math", "math"], "code's own filter rejects all"
+    assert [group.prompt.domain for group in rollout.groups] == ["math", "math"], (
+        "code's own filter rejects all"
+    )
     assert rollout.metrics["scheduler/query_filter_count"] == 4
 
 

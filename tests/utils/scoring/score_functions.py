@@ -13,7 +13,10 @@ def daemon():
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "score-daemon"])
+            os.execv(
+                sys.executable,
+                [sys.executable, "-c", "import time; time.sleep(60)", "score-daemon"],
+            )
         os._exit(0)
     time.sleep(0.1)
 
@@ -101,7 +104,9 @@ BEHAVIOURS = {
     "stdin": lambda: float(input()),
     "kill parent": lambda: os.kill(os.getppid(), 9) or time.sleep(60),
     "close files": closes_files,
-    "subprocess": lambda: float(subprocess.run(["echo", "0.5"], capture_output=True, text=True).stdout),
+    "subprocess": lambda: float(
+        subprocess.run(["echo", "0.5"], capture_output=True, text=True).stdout
+    ),
     "nap": lambda: time.sleep(0.7) or 0.5,
     "slow": lambda: time.sleep(0.3) or 0.5,
     "time bomb": leaves_a_time_bomb,

@@ -10,7 +10,12 @@ pytest.importorskip("math_verify")
 def scores(rows, **options):
     spec = "roll.utils.scoring.math_answers:score"
     with ScorePool(spec, timeout_s=options.pop("timeout_s", 60.0), options=options) as pool:
-        return pool.score([{"prompt": "", "response": response, "ground_truth": truth} for response, truth in rows])
+        return pool.score(
+            [
+                {"prompt": "", "response": response, "ground_truth": truth}
+                for response, truth in rows
+            ]
+        )
 
 
 def test_answers_are_compared_by_value():
@@ -38,7 +43,10 @@ def test_answers_are_compared_by_value():
 
 def test_the_format_counts_where_it_is_asked_for():
     rows = [(r"<answer>\boxed{2}</answer>", "2"), (r"\boxed{2}", "2")]
-    assert [score.value for score in scores(rows, format_pattern="<answer>.*</answer>")] == [1.0, 0.0]
+    assert [score.value for score in scores(rows, format_pattern="<answer>.*</answer>")] == [
+        1.0,
+        0.0,
+    ]
 
 
 def test_a_comparison_that_does_not_end_is_a_timeout_and_not_a_wrong_answer():

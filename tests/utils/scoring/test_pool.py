@@ -19,7 +19,9 @@ BAD = {"prompt": "1+1", "response": "3", "ground_truth": "2"}
 
 
 def make_pool(name: str = "score", **options) -> ScorePool:
-    return ScorePool(f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 60.0, "memory_mb": 300, **options})
+    return ScorePool(
+        f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 60.0, "memory_mb": 300, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -119,19 +121,25 @@ def make_and_score(rows):
 
 
 def test_waiting_for_a_turn_does_not_count_as_time():
-    rows = [{**GOOD, "prompt": "nap"}] * 6  # handed out three at a time, which together take longer than one may
+    rows = [
+        {**GOOD, "prompt": "nap"}
+    ] * 6  # handed out three at a time, which together take longer than one may
     with make_pool(num_processes=1, timeout_s=2.0) as pool:
         assert [score.value for score in pool.score(rows)] == [0.5] * 6
 
 
 def test_rows_are_scored_in_parallel(tmp_path):
-    rows = [{**GOOD, "prompt": "meet", "response": str(tmp_path)}] * 8  # each waits until all eight are there
+    rows = [
+        {**GOOD, "prompt": "meet", "response": str(tmp_path)}
+    ] * 8  # each waits until all eight are there
     with make_pool(num_processes=8) as pool:
         assert [score.value for score in pool.score(rows)] == [0.5] * 8
 
 
 def test_processes_are_kept_for_the_next_call(pool):
-    first, second = ({score.value for score in pool.score([{**GOOD, "prompt": "pid"}] * 4)} for _ in range(2))
+    first, second = (
+        {score.value for score in pool.score([{**GOOD, "prompt": "pid"}] * 4)} for _ in range(2)
+    )
     assert first & second
 
 
@@ -150,7 +158,9 @@ def test_no_rows(pool):
 def test_threads_take_turns(pool):
     results = {}
     threads = [
-        threading.Thread(target=lambda index=index: results.update({index: pool.score([GOOD, BAD] * 20)}))
+        threading.Thread(
+            target=lambda index=index: results.update({index: pool.score([GOOD, BAD] * 20)})
+        )
         for index in range(4)
     ]
     for thread in threads:
@@ -191,10 +201,16 @@ def test_a_function_that_no_other_process_can_find():
     ("spec", "message"),
     [
         ("score", "names no function; expected my_file.py:score"),
-        (f"{FILE.parent}/score_function.py:score", "there is no file .* did you mean score_functions.py"),
+        (
+            f"{FILE.parent}/score_function.py:score",
+            "there is no file .* did you mean score_functions.py",
+        ),
         (f"{FILE}:scor", "score_functions.py has no 'scor'; did you mean 'score'"),
         (f"{FILE}:not_a_function", r"not_a_function is 3 \(int\); expected a function"),
-        (f"{FILE}:too_few", r"expected a function score\(prompt, response, .* found too_few\(prompt, answer\)"),
+        (
+            f"{FILE}:too_few",
+            r"expected a function score\(prompt, response, .* found too_few\(prompt, answer\)",
+        ),
         ("no_such_package.module:score", "there is no module 'no_such_package'"),
         ("roll.exceptions:score", "has no 'score'"),
     ],
@@ -213,7 +229,10 @@ def test_a_function_that_is_not_there(spec, message):
         ("import no_such_library\n", r"No module named 'no_such_library' \(broken.py:1\)"),
         ("raise SystemExit(3)\n", r"SystemExit: 3 \(broken.py:1\)"),
         ("import os\nos._exit(5)\n", "its process ended with 5"),
-        ("from roll.exceptions import *\nraise MissingDependencyError('pip install x')\n", "^pip install x$"),
+        (
+            "from roll.exceptions import *\nraise MissingDependencyError('pip install x')\n",
+            "^pip install x$",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path, source, message):
@@ -225,7 +244,9 @@ def test_a_file_that_cannot_be_imported(tmp_path, source, message):
 
 def test_a_relative_file_is_looked_for_here_and_imports_its_neighbours(tmp_path, monkeypatch):
     (tmp_path / "helper_of_mine.py").write_text("VALUE = 4.0\n")
-    (tmp_path / "mine.py").write_text("from helper_of_mine import VALUE\ndef score(p, r, g): return VALUE\n")
+    (tmp_path / "mine.py").write_text(
+        "from helper_of_mine import VALUE\ndef score(p, r, g): return VALUE\n"
+    )
     monkeypatch.chdir(tmp_path)
     with ScorePool("mine.py:score") as pool:
         monkeypatch.chdir("/")
@@ -255,7 +276,10 @@ def test_processes_that_never_get_to_work_are_not_started_for_ever(tmp_path):
         "import os\nos.register_at_fork(after_in_child=lambda: os._exit(7))\ndef score(p, r, g): return 1.0\n"
     )
     with (
-        pytest.raises(RollError, match=r"3 processes in a row ended before they could score anything .*exit code 7"),
+        pytest.raises(
+            RollError,
+            match=r"3 processes in a row ended before they could score anything .*exit code 7",
+        ),
         ScorePool(f"{tmp_path}/stillborn.py:score") as pool,
     ):
         pool.score([GOOD])
@@ -291,7 +315,8 @@ pool.score([{{"prompt": {prompt!r}, "response": "", "ground_truth": ""}}] * 2)
 @pytest.mark.parametrize("prompt", ["loop", "daemon and hang"])
 def test_everything_ends_when_the_owner_is_killed(prompt):
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER.format(spec=f"{FILE}:score", prompt=prompt)], stdout=subprocess.PIPE
+        [sys.executable, "-c", OWNER.format(spec=f"{FILE}:score", prompt=prompt)],
+        stdout=subprocess.PIPE,
     )
     assert process.stdout is not None and process.stdout.readline() == b"started\n"
     assert eventually(lambda: len(children(process.pid)) >= 3)  # nursery, two workers
@@ -306,7 +331,9 @@ def test_everything_ends_when_the_owner_is_killed(prompt):
 
 @pytest.mark.parametrize("when", ["started", "importing"])
 def test_a_file_that_hangs_on_import_ends_with_its_owner(tmp_path, when):
-    (tmp_path / "hangs.py").write_text(f"open({str(tmp_path / 'importing')!r}, 'w')\nwhile True: pass\n")
+    (tmp_path / "hangs.py").write_text(
+        f"open({str(tmp_path / 'importing')!r}, 'w')\nwhile True: pass\n"
+    )
     program = f"from roll.utils.scoring.pool import check_reward_fn\ncheck_reward_fn('{tmp_path}/hangs.py:score')"
     process = subprocess.Popen([sys.executable, "-c", program])
     assert eventually(lambda: len(children(process.pid)) == 1)

@@ -11,7 +11,17 @@ from roll.utils.scoring.score import Score, reason_kind, to_score
 
 
 @pytest.mark.parametrize(
-    "returned", [1, 1.0, True, np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0), torch.tensor([[1]])]
+    "returned",
+    [
+        1,
+        1.0,
+        True,
+        np.float32(1),
+        np.int64(1),
+        np.array(1.0),
+        torch.tensor(1.0),
+        torch.tensor([[1]]),
+    ],
 )
 def test_numbers(returned):
     assert to_score(returned) == Score(1.0)

@@ -19,7 +19,9 @@ from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, find_groups, 
 
 _MAX_TEXT = 2000
 # By its own list of requirements gem-llm replaces the antlr4 runtime with one that OmegaConf cannot use.
-GEM_INSTALL = "pip install --no-deps gem-llm==0.0.4 && pip install nltk==3.9.1 reasoning-gym==0.1.23"
+GEM_INSTALL = (
+    "pip install --no-deps gem-llm==0.0.4 && pip install nltk==3.9.1 reasoning-gym==0.1.23"
+)
 
 
 class GymnasiumEnv(Env):
@@ -52,12 +54,16 @@ class GymnasiumEnv(Env):
     ) -> None:
         gymnasium = _library("gymnasium", install_hint("envs"))
         if observation not in (None, "ansi", "value"):
-            raise ConfigError(f'{env_id}: observation: found "{observation}", expected "ansi" or "value"')
+            raise ConfigError(
+                f'{env_id}: observation: found "{observation}", expected "ansi" or "value"'
+            )
         try:
             self._env: Any = gymnasium.make(env_id, **(env_config or {}))
             modes = self._env.metadata.get("render_modes") or []
             if observation == "ansi" and "ansi" not in modes:
-                raise ConfigError(f'{env_id}: observation: found "ansi", but it renders {modes}; use "value"')
+                raise ConfigError(
+                    f'{env_id}: observation: found "ansi", but it renders {modes}; use "value"'
+                )
             self._renders = observation != "value" and "ansi" in modes
             if self._renders:
                 self._env.close()
@@ -65,9 +71,15 @@ class GymnasiumEnv(Env):
         except gymnasium.error.Error as error:
             raise ConfigError(f"gymnasium:{env_id}: {error}") from None
         self.actions = _action_names(self._env.action_space, actions, env_id)
-        self.action_pattern, self.max_steps, self.format_penalty = action_pattern, max_steps, format_penalty
+        self.action_pattern, self.max_steps, self.format_penalty = (
+            action_pattern,
+            max_steps,
+            format_penalty,
+        )
         self.success_reward = success_reward
-        known = f"The actions are {', '.join(self.actions)}." if self.actions else "Answer with a text."
+        known = (
+            f"The actions are {', '.join(self.actions)}." if self.actions else "Answer with a text."
+        )
         self.instruction = known if env_instruction is None else env_instruction
         self._text, self._steps, self._random = "", 0, random.Random(0)
 
@@ -85,15 +97,25 @@ class GymnasiumEnv(Env):
         if move is not None:
             observation, reward, terminated, truncated, _ = self._env.step(move)
             self._text = self._observe(observation)
-        truncated = bool(truncated) or (self.max_steps is not None and self._steps >= self.max_steps)
+        truncated = bool(truncated) or (
+            self.max_steps is not None and self._steps >= self.max_steps
+        )
         success = bool(terminated) and float(reward) >= self.success_reward
         metrics = {"success": success, "action_is_valid": move is not None}
-        info: Info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}, "action_content": content}
+        info: Info = {
+            "metrics": metrics,
+            "metrics_agg_mode": {"success": "last"},
+            "action_content": content,
+        }
         return self._text, float(reward), bool(terminated), truncated and not terminated, info
 
     def sample_random_action(self) -> str:
         """A valid answer, for the random proxy."""
-        text = self._random.choice(self.actions) if self.actions else str(self._env.action_space.sample())
+        text = (
+            self._random.choice(self.actions)
+            if self.actions
+            else str(self._env.action_space.sample())
+        )
         return answer_with(self.action_pattern, text)
 
     def close(self) -> None:
@@ -103,7 +125,9 @@ class GymnasiumEnv(Env):
         if self.actions:
             parsed = parse_action(text, self.action_pattern, self.actions)
             start = int(getattr(self._env.action_space, "start", 0))
-            return None if parsed.name is None else start + self.actions.index(parsed.name), parsed.content
+            return None if parsed.name is None else start + self.actions.index(
+                parsed.name
+            ), parsed.content
         groups = find_groups(self.action_pattern, text)
         content = "" if groups is None else groups[-1].strip()
         is_valid = groups is not None and self._env.action_space.contains(content)
@@ -140,7 +164,10 @@ class GemEnv(Env):
     def step(self, action: str) -> Step:
         observation, reward, terminated, truncated, info = self._env.step(action)
         info = dict(info or {})
-        info["metrics"] = {"success": bool(terminated) and float(reward) > 0, **info.get("metrics", {})}
+        info["metrics"] = {
+            "success": bool(terminated) and float(reward) > 0,
+            **info.get("metrics", {}),
+        }
         info["metrics_agg_mode"] = {"success": "last", **info.get("metrics_agg_mode", {})}
         return observation, float(reward), bool(terminated), bool(truncated), info
 
@@ -174,7 +201,9 @@ def _library(name: str, how: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingDependencyError(f"this environment needs {name}, which cannot be imported: {how}") from error
+        raise MissingDependencyError(
+            f"this environment needs {name}, which cannot be imported: {how}"
+        ) from error
 
 
 def _action_names(space: Any, names: Sequence[str] | None, env_id: str) -> tuple[str, ...]:
@@ -183,10 +212,18 @@ def _action_names(space: Any, names: Sequence[str] | None, env_id: str) -> tuple
     if kind == "Text":
         return ()
     if kind != "Discrete":
-        raise ConfigError(f"gymnasium:{env_id}: its actions are {space}; expected a number (Discrete) or a Text")
+        raise ConfigError(
+            f"gymnasium:{env_id}: its actions are {space}; expected a number (Discrete) or a Text"
+        )
     if names is not None and len(names) != space.n:
-        raise ConfigError(f"gymnasium:{env_id}: actions: found {len(names)} names, expected {space.n}")
-    return tuple(names) if names is not None else tuple(str(space.start + index) for index in range(space.n))
+        raise ConfigError(
+            f"gymnasium:{env_id}: actions: found {len(names)} names, expected {space.n}"
+        )
+    return (
+        tuple(names)
+        if names is not None
+        else tuple(str(space.start + index) for index in range(space.n))
+    )
 
 
 def _written_out(value: Any) -> str:

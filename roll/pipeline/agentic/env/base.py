@@ -54,7 +54,9 @@ class ParsedAction:
     think: str = ""
 
 
-def parse_action(text: str, pattern: str, known: Iterable[str], special_tokens: Iterable[str] = ()) -> ParsedAction:
+def parse_action(
+    text: str, pattern: str, known: Iterable[str], special_tokens: Iterable[str] = ()
+) -> ParsedAction:
     """The action in `text`: the last group of `pattern`, which may have a first one for a thought before it.
 
     `known` are the names of the actions; upper and lower case are the same.
@@ -78,20 +80,29 @@ def find_groups(pattern: str, text: str) -> list[str] | None:
 
 
 def default_parser_action_func(
-    text: str, action_pattern: str, action_lookup: Mapping[Any, str] | None, special_token_list: Iterable[str] | None
+    text: str,
+    action_pattern: str,
+    action_lookup: Mapping[Any, str] | None,
+    special_token_list: Iterable[str] | None,
 ) -> dict[str, Any]:
     """`parse_action` with ROLL's arguments and result: `action` is the key of `action_lookup`, None if invalid."""
     lookup = {name.lower(): key for key, name in (action_lookup or {}).items()}
-    parsed = parse_action(text, action_pattern, (action_lookup or {}).values(), special_token_list or ())
+    parsed = parse_action(
+        text, action_pattern, (action_lookup or {}).values(), special_token_list or ()
+    )
     action = lookup.get(parsed.content.lower()) if action_lookup else parsed.content
     return {"action": action, "action_content": parsed.content, "think_content": parsed.think}
 
 
-def symbols_in_effect(env_id: str, standard: str, grid_lookup: Mapping[int, str] | None) -> list[str]:
+def symbols_in_effect(
+    env_id: str, standard: str, grid_lookup: Mapping[int, str] | None
+) -> list[str]:
     """The symbols of a board, each `standard` one or what ROLL's `grid_lookup` has under its number."""
     unknown = [number for number in grid_lookup or {} if number not in range(len(standard))]
     if unknown:
-        raise ConfigError(f"{env_id}: grid_lookup: found {unknown}, expected numbers from 0 to {len(standard) - 1}")
+        raise ConfigError(
+            f"{env_id}: grid_lookup: found {unknown}, expected numbers from 0 to {len(standard) - 1}"
+        )
     return [(grid_lookup or {}).get(number, symbol) for number, symbol in enumerate(standard)]
 
 
@@ -99,4 +110,8 @@ def meanings(grid_vocab: Mapping[str, str] | None) -> str:
     """A sentence that explains symbols, behind a space; nothing for None."""
     if grid_vocab is None:
         return ""
-    return " The symbols are " + ", ".join(f"{symbol}: {meaning}" for symbol, meaning in grid_vocab.items()) + "."
+    return (
+        " The symbols are "
+        + ", ".join(f"{symbol}: {meaning}" for symbol, meaning in grid_vocab.items())
+        + "."
+    )

@@ -82,7 +82,11 @@ class EnvReport:
 
     def __str__(self) -> str:
         (low, high), (least, most) = self.reward_range, self.return_range
-        success = "not reported" if self.success_rate is None else f"{self.success_rate:.1%} of random play"
+        success = (
+            "not reported"
+            if self.success_rate is None
+            else f"{self.success_rate:.1%} of random play"
+        )
         lines = [
             f"{self.env_id}: {'ok' if self.ok else f'{len(self.problems)} problem(s)'}",
             f"  played         {self.num_episodes} episodes, {self.num_steps} steps, {self.mean_turns:.1f} turns each",
@@ -122,14 +126,22 @@ def check_env(
     player = _Player(spec, max_turns, timeout_s)
     # An environment without random actions is played with malformed ones only.
     first = player.play(0, "random", None)
-    has_random = not (first.replies[0].reason == PROTOCOL and "sample_random_action" in first.replies[0].detail)
+    has_random = not (
+        first.replies[0].reason == PROTOCOL and "sample_random_action" in first.replies[0].detail
+    )
     if not has_random:
         player = _Player(EnvSpec(0, entry_point, leading, dict(config or {})), max_turns, timeout_s)
     seeds = list(seeds)
-    episodes = [player.play(seed, style, None) for seed in seeds for style in (_STYLES if has_random else _STYLES[1:2])]
+    episodes = [
+        player.play(seed, style, None)
+        for seed in seeds
+        for style in (_STYLES if has_random else _STYLES[1:2])
+    ]
     player.close()
     again = _Player(player.spec, max_turns, timeout_s)
-    replayed = [again.play(episode.seed, episode.style, episode.actions) for episode in reversed(episodes)][::-1]
+    replayed = [
+        again.play(episode.seed, episode.style, episode.actions) for episode in reversed(episodes)
+    ][::-1]
     again.close()
     return _report(env_id, episodes, replayed, has_random)
 
@@ -139,7 +151,9 @@ class _Player:
 
     def __init__(self, spec: EnvSpec, max_turns: int, timeout_s: float) -> None:
         self.spec, self.max_turns = spec, max_turns
-        self.timeout_s = timeout_s if threading.current_thread() is threading.main_thread() else None
+        self.timeout_s = (
+            timeout_s if threading.current_thread() is threading.main_thread() else None
+        )
         self._table = EnvTable()
         self._table.specs[spec.env_id] = spec
 
@@ -159,7 +173,9 @@ class _Player:
     def _actions(self, episode: _Episode) -> Iterator[str]:
         rng = random.Random(f"{episode.seed} {episode.style}")
         for _ in range(self.max_turns):
-            is_malformed = episode.style == "malformed" or (episode.style == "mixed" and rng.random() < 0.5)
+            is_malformed = episode.style == "malformed" or (
+                episode.style == "mixed" and rng.random() < 0.5
+            )
             suggested = episode.replies[-1].random_action
             yield rng.choice(MALFORMED) if is_malformed or suggested is None else suggested
 
@@ -169,14 +185,22 @@ class _Player:
         episode.seconds.append(time.perf_counter() - started)
 
 
-def _report(env_id: str, episodes: list[_Episode], replayed: list[_Episode], has_random: bool) -> EnvReport:
+def _report(
+    env_id: str, episodes: list[_Episode], replayed: list[_Episode], has_random: bool
+) -> EnvReport:
     problems = Counter(problem for episode in episodes for problem in _problems(episode))
-    differences = [text for pair in zip(episodes, replayed, strict=True) if (text := _difference(*pair))]
+    differences = [
+        text for pair in zip(episodes, replayed, strict=True) if (text := _difference(*pair))
+    ]
     if differences:
-        problems[f"not deterministic: {differences[0]} ({len(differences)} of {len(episodes)} episodes differ)"] += 1
+        problems[
+            f"not deterministic: {differences[0]} ({len(differences)} of {len(episodes)} episodes differ)"
+        ] += 1
     steps = [reply for episode in episodes for reply in episode.replies[1:] if reply.reason is None]
     rewards = [reply.reward for reply in steps] or [0.0]
-    returns = [math.fsum(reply.reward for reply in episode.replies[1:]) for episode in episodes] or [0.0]
+    returns = [
+        math.fsum(reply.reward for reply in episode.replies[1:]) for episode in episodes
+    ] or [0.0]
     seconds = [second for episode in episodes for second in episode.seconds[1:]] or [0.0]
     texts = [reply.observation for episode in episodes for reply in episode.replies]
     return EnvReport(
@@ -228,7 +252,9 @@ def _difference(first: _Episode, second: _Episode) -> str | None:
         for name in ("observation", "reward", "terminated", "truncated", "reason"):
             one, other = getattr(left, name), getattr(right, name)
             if one != other:
-                return f"{name} at turn {turn} of seed {first.seed} is {one!r:.60}, then {other!r:.60}"
+                return (
+                    f"{name} at turn {turn} of seed {first.seed} is {one!r:.60}, then {other!r:.60}"
+                )
     if len(first.replies) != len(second.replies):
         return f"the episode of seed {first.seed} has {len(first.replies)}, then {len(second.replies)} turns"
     return None
@@ -249,7 +275,11 @@ def _notes(episodes: list[_Episode], has_random: bool) -> Iterator[str]:
 
 
 def _success_rate(episodes: list[_Episode]) -> float | None:
-    ends = [_entries(episode.replies[-1], "metrics") for episode in episodes if episode.style == "random"]
+    ends = [
+        _entries(episode.replies[-1], "metrics")
+        for episode in episodes
+        if episode.style == "random"
+    ]
     known = [float(metrics["success"]) for metrics in ends if _is_number(metrics.get("success"))]
     return sum(known) / len(known) if known else None
 
@@ -263,5 +293,9 @@ def _shown(problems: Counter[str]) -> tuple[str, ...]:
         kinds[kind] += 1
         if kinds[kind] <= _MAX_SHOWN:
             shown.append(problem)
-    more = [f"{kind}: {count - _MAX_SHOWN} more of this kind" for kind, count in kinds.items() if count > _MAX_SHOWN]
+    more = [
+        f"{kind}: {count - _MAX_SHOWN} more of this kind"
+        for kind, count in kinds.items()
+        if count > _MAX_SHOWN
+    ]
     return (*shown, *more)

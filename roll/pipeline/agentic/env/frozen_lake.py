@@ -17,7 +17,15 @@ from typing import Any
 
 from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.pipeline.agentic.env.answers import answer_with
-from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, meanings, parse_action, symbols_in_effect
+from roll.pipeline.agentic.env.base import (
+    Env,
+    Info,
+    Reset,
+    Step,
+    meanings,
+    parse_action,
+    symbols_in_effect,
+)
 
 try:
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as _GymFrozenLake
@@ -75,25 +83,39 @@ class FrozenLakeEnv(Env):
         if map_seed is not None and size is None:
             size = 4
         if size is not None and size < 2:
-            raise ConfigError(f"frozen_lake: size: found {size}, expected at least 2, or null for the standard 4x4 map")
+            raise ConfigError(
+                f"frozen_lake: size: found {size}, expected at least 2, or null for the standard 4x4 map"
+            )
         self.size, self.p, self.is_slippery = size, p, is_slippery
-        self.max_steps, self.format_penalty, self.hole_penalty = max_steps, format_penalty, hole_penalty
+        self.max_steps, self.format_penalty, self.hole_penalty = (
+            max_steps,
+            format_penalty,
+            hole_penalty,
+        )
         self.action_pattern, self.neighbours, self.separator = action_pattern, neighbours, separator
         if action_lookup is not None:
             actions = [action_lookup[number] for number in sorted(action_lookup)]
         if len(actions) != len(_MOVES):
-            raise ConfigError(f"frozen_lake: actions: found {list(actions)}, expected names for left, down, right, up")
+            raise ConfigError(
+                f"frozen_lake: actions: found {list(actions)}, expected names for left, down, right, up"
+            )
         self.actions = tuple(actions)
         self.ACTION_LOOKUP = dict(enumerate(self.actions))
-        player, ice, hole, goal, in_hole, on_goal = symbols_in_effect("frozen_lake", "P_OGXV", grid_lookup)
+        player, ice, hole, goal, in_hole, on_goal = symbols_in_effect(
+            "frozen_lake", "P_OGXV", grid_lookup
+        )
         self._symbols = {"S": ice, "F": ice, "H": hole, "G": goal}
         self._on_top = {"S": player, "F": player, "H": in_hole, "G": on_goal}
         rules = (
             f"Move the player {player} over the ice ({ice}) to the goal ({goal}) without falling into a hole ({hole}). "
             f"The actions are {', '.join(self.actions)}."
         )
-        self.instruction = (rules if env_instruction is None else env_instruction) + meanings(grid_vocab)
-        self._env: Any = self._build(None if size is None else generate_random_map(size, p, map_seed))
+        self.instruction = (rules if env_instruction is None else env_instruction) + meanings(
+            grid_vocab
+        )
+        self._env: Any = self._build(
+            None if size is None else generate_random_map(size, p, map_seed)
+        )
         self._env.reset(seed=map_seed)
         self._random = random.Random(map_seed or 0)
         self._steps = 0
@@ -125,7 +147,11 @@ class FrozenLakeEnv(Env):
             "action_is_valid": parsed.name is not None,
             "action_is_effective": int(self._env.s) != before,
         }
-        info: Info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}, "action_content": parsed.content}
+        info: Info = {
+            "metrics": metrics,
+            "metrics_agg_mode": {"success": "last"},
+            "action_content": parsed.content,
+        }
         return self._observation(), float(reward), bool(terminated), bool(truncated), info
 
     def sample_random_action(self) -> str:

@@ -44,7 +44,11 @@ class GuessNumberEnv(Env):
         if low >= high:
             raise ConfigError(f"guess_number: high: found {high}, expected more than low = {low}")
         self.low, self.high, self.max_steps, self.show_range = low, high, max_steps, show_range
-        self.wrong_penalty, self.format_penalty, self.action_pattern = wrong_penalty, format_penalty, action_pattern
+        self.wrong_penalty, self.format_penalty, self.action_pattern = (
+            wrong_penalty,
+            format_penalty,
+            action_pattern,
+        )
         rules = f"Guess a whole number from {low} to {high}. You have {max_steps} guesses."
         self.instruction = rules if env_instruction is None else env_instruction
         self._names = {str(number): number for number in range(low, high + 1)}
@@ -70,12 +74,18 @@ class GuessNumberEnv(Env):
         else:
             reward, observation = self.wrong_penalty, "higher" if guess < self._secret else "lower"
             low, high = self._left
-            self._left = (max(low, guess + 1), high) if guess < self._secret else (low, min(high, guess - 1))
+            self._left = (
+                (max(low, guess + 1), high) if guess < self._secret else (low, min(high, guess - 1))
+            )
         if self.show_range and not success:
             observation = f"{self._left[0]}-{self._left[1]}"
         truncated = not success and self._steps >= self.max_steps
         metrics = {"success": success, "action_is_valid": guess is not None}
-        info: Info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}, "action_content": parsed.content}
+        info: Info = {
+            "metrics": metrics,
+            "metrics_agg_mode": {"success": "last"},
+            "action_content": parsed.content,
+        }
         return observation, reward, success, truncated, info
 
     def sample_random_action(self) -> str:

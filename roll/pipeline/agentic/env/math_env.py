@@ -20,7 +20,12 @@ from roll.utils.scoring.pool import ScorePool
 @functools.lru_cache(maxsize=4)
 def _pool(timeout_s: float) -> ScorePool:
     """One process for all environments of this one; it ends with it."""
-    return ScorePool("roll.utils.scoring.math_answers:score", num_processes=1, timeout_s=timeout_s, memory_mb=2048)
+    return ScorePool(
+        "roll.utils.scoring.math_answers:score",
+        num_processes=1,
+        timeout_s=timeout_s,
+        memory_mb=2048,
+    )
 
 
 class MathEnv(Env):
@@ -63,7 +68,11 @@ class MathEnv(Env):
             num_operands=num_operands,
             operators=operators,
         )
-        self.answer_pattern, self.format_penalty, self.timeout_s = answer_pattern, format_penalty, timeout_s
+        self.answer_pattern, self.format_penalty, self.timeout_s = (
+            answer_pattern,
+            format_penalty,
+            timeout_s,
+        )
         self.instruction = "Solve the problem." if env_instruction is None else env_instruction
         self._pool = _pool(timeout_s)
         self._problem = Problem("", "")
@@ -82,9 +91,13 @@ class MathEnv(Env):
         reward, success = self.format_penalty, False
         if answer is not None:
             question, truth = self._problem.question, self._problem.answer
-            [score] = self._pool.score([{"prompt": question, "response": answer, "ground_truth": truth}])
+            [score] = self._pool.score(
+                [{"prompt": question, "response": answer, "ground_truth": truth}]
+            )
             if score.value is None:
-                raise RuntimeError(f"{question!r}: the answer could not be compared with {truth!r}: {score.reason}")
+                raise RuntimeError(
+                    f"{question!r}: the answer could not be compared with {truth!r}: {score.reason}"
+                )
             reward, success = score.value, score.value == 1.0
         metrics = {"success": success, "action_is_valid": answer is not None}
         info: Info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}}
@@ -92,5 +105,9 @@ class MathEnv(Env):
 
     def sample_random_action(self) -> str:
         """An answer of the right form, for the random proxy: now and then the right one."""
-        guess = self._problem.answer if self._random.random() < 0.1 else str(self._random.randrange(100))
+        guess = (
+            self._problem.answer
+            if self._random.random() < 0.1
+            else str(self._random.randrange(100))
+        )
         return answer_with(self.answer_pattern, guess) if self.answer_pattern else guess

@@ -13,7 +13,11 @@ from typing import Any
 from roll.datasets.files import load_table
 from roll.exceptions import ConfigError
 
-OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 _QUESTION, _ANSWER = ("prompt", "question", "problem"), ("ground_truth", "answer")
 
 
@@ -40,9 +44,13 @@ class Problems:
     ) -> None:
         unknown = [name for name in operators if name not in OPERATORS]
         if unknown or not operators:
-            raise ConfigError(f"operators: found {list(operators)}, expected some of {', '.join(OPERATORS)}")
+            raise ConfigError(
+                f"operators: found {list(operators)}, expected some of {', '.join(OPERATORS)}"
+            )
         if digits < 1 or num_operands < 2:
-            raise ConfigError(f"found digits {digits} and num_operands {num_operands}, expected at least 1 and 2")
+            raise ConfigError(
+                f"found digits {digits} and num_operands {num_operands}, expected at least 1 and 2"
+            )
         self.digits, self.num_operands, self.operators = digits, num_operands, tuple(operators)
         self.rows = None if file is None else _rows_of(file, *columns)
 
@@ -53,7 +61,9 @@ class Problems:
             return self.rows[rng.randrange(len(self.rows))]
         names = [rng.choice(self.operators) for _ in range(self.num_operands - 1)]
         numbers = [rng.randrange(10**self.digits) for _ in range(self.num_operands)]
-        text = str(numbers[0]) + "".join(f"{name}{number}" for name, number in zip(names, numbers[1:], strict=True))
+        text = str(numbers[0]) + "".join(
+            f"{name}{number}" for name, number in zip(names, numbers[1:], strict=True)
+        )
         return Problem(text, str(_value(numbers, names)))
 
 
@@ -100,7 +110,9 @@ def dataset_file(name: str, split: str | None) -> str:
         return str(path)
     folders = [folder for folder in (path, path / "data") if any(folder.glob(f"{split}*"))]
     if not folders:
-        raise ConfigError(f'split: found "{split}", but {path} has no file or folder whose name begins with it')
+        raise ConfigError(
+            f'split: found "{split}", but {path} has no file or folder whose name begins with it'
+        )
     saved = folders[0] / split
     return str(saved if saved.is_dir() else folders[0] / f"{split}*")
 

@@ -64,7 +64,9 @@ def entry_point_of(env_id: str) -> tuple[EntryPoint, tuple[str, ...]]:
     if colon or "." in env_id:
         return env_id, ()
     if env_id in UNSUPPORTED_ENVIRONMENTS:
-        raise ConfigError(f"the environment {env_id!r} is not built yet: {UNSUPPORTED_ENVIRONMENTS[env_id]}")
+        raise ConfigError(
+            f"the environment {env_id!r} is not built yet: {UNSUPPORTED_ENVIRONMENTS[env_id]}"
+        )
     near = get_close_matches(env_id, _registered, n=1)
     raise ConfigError(
         f"there is no environment {env_id!r}{f'; did you mean {near[0]!r}?' if near else '.'} Known are "

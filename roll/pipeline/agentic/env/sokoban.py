@@ -19,7 +19,15 @@ from collections.abc import Mapping, Sequence, Set
 
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.env.answers import answer_with
-from roll.pipeline.agentic.env.base import Env, Info, Reset, Step, meanings, parse_action, symbols_in_effect
+from roll.pipeline.agentic.env.base import (
+    Env,
+    Info,
+    Reset,
+    Step,
+    meanings,
+    parse_action,
+    symbols_in_effect,
+)
 
 Cell = tuple[int, int]
 
@@ -83,13 +91,19 @@ class SokobanEnv(Env):
         if action_lookup is not None:
             actions = [action_lookup[number] for number in sorted(action_lookup)]
         if len(actions) != len(_MOVES):
-            raise ConfigError(f"sokoban: actions: found {list(actions)}, expected names for up, down, left, right")
+            raise ConfigError(
+                f"sokoban: actions: found {list(actions)}, expected names for up, down, left, right"
+            )
         self.rows, self.columns = int(dim_room[0]), int(dim_room[1])
         self.num_boxes, self.max_steps = num_boxes, max_steps
         self.search_depth, self.wall_density = search_depth, wall_density
         self.step_penalty, self.box_reward = step_penalty, box_reward
         self.done_reward, self.format_penalty = done_reward, format_penalty
-        self.action_pattern, self.separator, self.actions = action_pattern, separator, tuple(actions)
+        self.action_pattern, self.separator, self.actions = (
+            action_pattern,
+            separator,
+            tuple(actions),
+        )
         self.ACTION_LOOKUP = dict(enumerate(self.actions, start=1))
         self._symbols = symbols_in_effect("sokoban", "#_OVXPS", grid_lookup)
         wall, _, target, _, box, player, _ = self._symbols
@@ -97,7 +111,9 @@ class SokobanEnv(Env):
             f"Push every box ({box}) onto a target ({target}). Boxes can be pushed, one at a time, and not pulled. "
             f"{player} is you, {wall} is a wall. The actions are {', '.join(self.actions)}."
         )
-        self.instruction = (rules if env_instruction is None else env_instruction) + meanings(grid_vocab)
+        self.instruction = (rules if env_instruction is None else env_instruction) + meanings(
+            grid_vocab
+        )
         self.floor: frozenset[Cell] = frozenset()
         self.targets: frozenset[Cell] = frozenset()
         self.boxes: set[Cell] = set()
@@ -110,7 +126,10 @@ class SokobanEnv(Env):
         self._steps = 0
         for attempt in range(_MAX_TRIES):
             # Fewer walls each time: some rooms are too narrow to move a box in.
-            if self._lay_out(self.wall_density * (1 - attempt / _MAX_TRIES)) and self._play_backwards():
+            if (
+                self._lay_out(self.wall_density * (1 - attempt / _MAX_TRIES))
+                and self._play_backwards()
+            ):
                 return self._observation(), {"env_instruction": self.instruction}
         raise RuntimeError(
             f"sokoban: no level of {self.rows}x{self.columns} with {self.num_boxes} boxes was found for seed {seed}; "
@@ -131,8 +150,16 @@ class SokobanEnv(Env):
         if success:
             reward += self.done_reward
         truncated = not success and self._steps >= self.max_steps
-        metrics = {"success": success, "action_is_valid": parsed.name is not None, "action_is_effective": moved}
-        info: Info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}, "action_content": parsed.content}
+        metrics = {
+            "success": success,
+            "action_is_valid": parsed.name is not None,
+            "action_is_effective": moved,
+        }
+        info: Info = {
+            "metrics": metrics,
+            "metrics_agg_mode": {"success": "last"},
+            "action_content": parsed.content,
+        }
         return self._observation(), reward, success, truncated, info
 
     def sample_random_action(self) -> str:
@@ -173,13 +200,19 @@ class SokobanEnv(Env):
 
     def _lay_out(self, wall_density: float) -> bool:
         """A room in one piece, in a solved position. False if it came out too small."""
-        inside = [(row, column) for row in range(1, self.rows - 1) for column in range(1, self.columns - 1)]
+        inside = [
+            (row, column)
+            for row in range(1, self.rows - 1)
+            for column in range(1, self.columns - 1)
+        ]
         free = {cell for cell in inside if self._random.random() >= wall_density}
         pieces: list[set[Cell]] = []
         while free:
             pieces.append(self._piece(min(free), free))
             free -= pieces[-1]
-        self.floor = frozenset(max(pieces, key=lambda piece: (len(piece), min(piece)), default=frozenset()))
+        self.floor = frozenset(
+            max(pieces, key=lambda piece: (len(piece), min(piece)), default=frozenset())
+        )
         if len(self.floor) < self.num_boxes + 3:
             return False
         *boxes, self.player = self._random.sample(sorted(self.floor), self.num_boxes + 1)
@@ -194,7 +227,9 @@ class SokobanEnv(Env):
         best: tuple[int, set[Cell], Cell] | None = None
         for _ in range(self.search_depth):
             self._pull(self._random.choice(_MOVES), with_box=self._random.random() < 0.8)
-            distance = sum(min(abs(b[0] - t[0]) + abs(b[1] - t[1]) for t in self.targets) for b in self.boxes)
+            distance = sum(
+                min(abs(b[0] - t[0]) + abs(b[1] - t[1]) for t in self.targets) for b in self.boxes
+            )
             if not self.boxes & self.targets and (best is None or distance > best[0]):
                 best = (distance, set(self.boxes), self.player)
         if best is None:

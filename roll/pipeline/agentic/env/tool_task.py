@@ -73,13 +73,17 @@ class ToolTaskEnv(Env):
     ) -> None:
         if tool not in ("calculator", "python"):
             raise ConfigError(f'tool_task: tool: found "{tool}", expected "calculator" or "python"')
-        self.problems = Problems(file=file, digits=digits, num_operands=num_operands, operators=operators)
+        self.problems = Problems(
+            file=file, digits=digits, num_operands=num_operands, operators=operators
+        )
         self.tool, self.max_steps, self.max_output = tool, max_steps, max_output
         self.tool_pattern, self.answer_pattern = tool_pattern, answer_pattern
         self.call_reward, self.format_penalty = call_reward, format_penalty
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
         call = answer_with(tool_pattern, "print(2+3)" if tool == "python" else "2+3")
-        rules = f"Use the tool ({call}) as you need, then answer ({answer_with(answer_pattern, '5')})."
+        rules = (
+            f"Use the tool ({call}) as you need, then answer ({answer_with(answer_pattern, '5')})."
+        )
         self.instruction = rules if env_instruction is None else env_instruction
         self._problem = Problem("", "")
         self._steps = self._calls = 0
@@ -93,7 +97,9 @@ class ToolTaskEnv(Env):
 
     def step(self, action: str) -> Step:
         self._steps += 1
-        answer, call = (_last(pattern, action) for pattern in (self.answer_pattern, self.tool_pattern))
+        answer, call = (
+            _last(pattern, action) for pattern in (self.answer_pattern, self.tool_pattern)
+        )
         reward, success, terminated = self.format_penalty, False, answer is not None
         observation = "invalid"
         if answer is not None:
@@ -106,15 +112,28 @@ class ToolTaskEnv(Env):
         truncated = not terminated and self._steps >= self.max_steps
         is_valid = answer is not None or call is not None
         metrics = {"success": success, "action_is_valid": is_valid, "tool_calls": self._calls}
-        info: Info = {"metrics": metrics, "metrics_agg_mode": {"success": "last", "tool_calls": "last"}}
-        return observation, reward, terminated, truncated, info | {"use_tool": call is not None and answer is None}
+        info: Info = {
+            "metrics": metrics,
+            "metrics_agg_mode": {"success": "last", "tool_calls": "last"},
+        }
+        return (
+            observation,
+            reward,
+            terminated,
+            truncated,
+            info | {"use_tool": call is not None and answer is None},
+        )
 
     def sample_random_action(self) -> str:
         """A call or an answer, for the random proxy."""
         question = self._problem.question
         if self._random.random() < 0.5:
-            return answer_with(self.tool_pattern, question if self.tool == "calculator" else f"print({question})")
-        return answer_with(self.answer_pattern, str(self._random.randrange(10**self.problems.digits)))
+            return answer_with(
+                self.tool_pattern, question if self.tool == "calculator" else f"print({question})"
+            )
+        return answer_with(
+            self.answer_pattern, str(self._random.randrange(10**self.problems.digits))
+        )
 
     def _use_tool(self, call: str) -> tuple[bool, str]:
         """Whether the call worked, and what the tool says, cut to what is shown."""
@@ -124,7 +143,9 @@ class ToolTaskEnv(Env):
             except (ValueError, ZeroDivisionError) as error:
                 worked, text = False, f"error: {error}"
         else:
-            result = run_python(call, cpu_s=self.timeout_s, wall_s=2 * self.timeout_s, memory_mb=self.memory_mb)
+            result = run_python(
+                call, cpu_s=self.timeout_s, wall_s=2 * self.timeout_s, memory_mb=self.memory_mb
+            )
             worked = result.reason is None
             last_line = result.stderr.strip().rpartition("\n")[2]
             text = result.stdout.strip() if worked else f"error: {last_line or result.reason}"
@@ -149,7 +170,11 @@ def calculate(expression: str) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     decimal = str(float(value)) if value.numerator.bit_length() < 64 else ""
-    return decimal if decimal and Fraction(decimal) == value else f"{value.numerator}/{value.denominator}"
+    return (
+        decimal
+        if decimal and Fraction(decimal) == value
+        else f"{value.numerator}/{value.denominator}"
+    )
 
 
 def _evaluate(node: ast.expr) -> Fraction:
@@ -181,7 +206,11 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 def _last(pattern: str, text: str) -> str | None:
     """What the last group of the last match of `pattern` holds."""
     matches = list(re.finditer(pattern, text, re.DOTALL))
-    return None if not matches else ((matches[-1].groups() or (matches[-1].group(0),))[-1] or "").strip()
+    return (
+        None
+        if not matches
+        else ((matches[-1].groups() or (matches[-1].group(0),))[-1] or "").strip()
+    )
 
 
 def _same(answer: str, truth: str) -> bool:

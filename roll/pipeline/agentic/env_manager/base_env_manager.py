@@ -64,7 +64,12 @@ class BaseEnvManager:
     prompts_are_whole: ClassVar[bool] = False
 
     def __init__(
-        self, entry: EnvEntry, conversation: Conversation, *, sampling: SamplingParams, sequence_length: int
+        self,
+        entry: EnvEntry,
+        conversation: Conversation,
+        *,
+        sampling: SamplingParams,
+        sequence_length: int,
     ) -> None:
         self.entry = entry
         self.template = entry.template

@@ -12,7 +12,9 @@ class StepConcatEnvManager(StepEnvManager):
 
     def next_messages(self) -> list[Message]:
         current = f"{self.observation}\n{self.suffix}"
-        content = self.fill(self.template.agent_template, history=self.history(), current_observation=current)
+        content = self.fill(
+            self.template.agent_template, history=self.history(), current_observation=current
+        )
         return [*self.system_messages(), {"role": "user", "content": content}]
 
     def history(self) -> str:

@@ -14,7 +14,9 @@ class StepEnvManager(BaseEnvManager):
 
     def next_messages(self) -> list[Message]:
         content = self.fill(
-            self.template.agent_template, history=self.history(), history_length=self.template.history_length
+            self.template.agent_template,
+            history=self.history(),
+            history_length=self.template.history_length,
         )
         return [*self.system_messages(), {"role": "user", "content": content}]
 

@@ -18,7 +18,9 @@ class TrajEnvManager(BaseEnvManager):
         content = self.fill(self.template.agent_template)
         if self.turns:
             return [{"role": "user", "content": content}]
-        has_place = "{env_instruction}" in self.template.agent_template + (self.template.agent_system_template or "")
+        has_place = "{env_instruction}" in self.template.agent_template + (
+            self.template.agent_system_template or ""
+        )
         if self.instruction and not has_place:
             content = f"{self.instruction}\n{content}"
         return [*self.system_messages(), {"role": "user", "content": content}]

@@ -46,7 +46,11 @@ class BaseLLMProxy:
     needs_messages = True
 
     def __init__(
-        self, *, actor_infer: Cluster | None, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
+        self,
+        *,
+        actor_infer: Cluster | None,
+        tokenizer: PreTrainedTokenizerBase,
+        options: dict[str, Any],
     ) -> None:
         self.actor_infer = actor_infer
         self.tokenizer = tokenizer
@@ -56,7 +60,9 @@ class BaseLLMProxy:
         """One answer for each request, in order. A failure is an output with `finish_reason` "error"."""
         raise NotImplementedError
 
-    def spoken(self, request: GenerationRequest, text: str, finish_reason: FinishReason = "stop") -> GenerationOutput:
+    def spoken(
+        self, request: GenerationRequest, text: str, finish_reason: FinishReason = "stop"
+    ) -> GenerationOutput:
         """The output for an answer that came as text: its ids (and an end token), without log-probabilities."""
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         end = self.tokenizer.eos_token_id

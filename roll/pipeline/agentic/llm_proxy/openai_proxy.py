@@ -22,7 +22,11 @@ from typing import Any
 
 from roll.engines.request import GenerationOutput
 from roll.exceptions import ConfigError
-from roll.pipeline.agentic.llm_proxy.base_llm_proxy import BaseLLMProxy, TurnRequest, register_llm_proxy
+from roll.pipeline.agentic.llm_proxy.base_llm_proxy import (
+    BaseLLMProxy,
+    TurnRequest,
+    register_llm_proxy,
+)
 
 
 @register_llm_proxy("openai")
@@ -57,7 +61,9 @@ class OpenAIProxy(BaseLLMProxy):
             reason = "length" if choice.get("finish_reason") == "length" else "stop"
             return self.spoken(turn.request, text, reason)
         request_id = turn.request.request_id
-        return GenerationOutput(request_id, 0, [], [], "error", 0, error=f"service: {self.url}: {problem}")
+        return GenerationOutput(
+            request_id, 0, [], [], "error", 0, error=f"service: {self.url}: {problem}"
+        )
 
     def _post(self, turn: TurnRequest) -> Any:
         sampling = turn.request.sampling

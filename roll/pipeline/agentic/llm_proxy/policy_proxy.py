@@ -8,7 +8,11 @@ from typing import Any
 
 from roll.engines.request import GenerationOutput, GenerationRequest
 from roll.exceptions import ConfigError
-from roll.pipeline.agentic.llm_proxy.base_llm_proxy import BaseLLMProxy, TurnRequest, register_llm_proxy
+from roll.pipeline.agentic.llm_proxy.base_llm_proxy import (
+    BaseLLMProxy,
+    TurnRequest,
+    register_llm_proxy,
+)
 from roll.pipeline.engine_gate import EngineGate
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roll.engines.request import GenerationOutput
-from roll.pipeline.agentic.llm_proxy.base_llm_proxy import BaseLLMProxy, TurnRequest, register_llm_proxy
+from roll.pipeline.agentic.llm_proxy.base_llm_proxy import (
+    BaseLLMProxy,
+    TurnRequest,
+    register_llm_proxy,
+)
 
 
 @register_llm_proxy("random")

@@ -28,6 +28,8 @@ def check_rewards(pipeline_config: Any) -> None:
 
 def check_reward(reward: Any) -> None:
     """`check_rewards` for one of them, without the key in front."""
-    worker_cls = import_class(reward.worker_cls) if isinstance(reward.worker_cls, str) else reward.worker_cls
+    worker_cls = (
+        import_class(reward.worker_cls) if isinstance(reward.worker_cls, str) else reward.worker_cls
+    )
     if hasattr(worker_cls, "check"):
         worker_cls.check(reward)

@@ -61,7 +61,9 @@ def crossthink_score(
     return {"score": float(answer > 0), "answer": answer, "repetition": _MOST_REPEATED * repeated}
 
 
-def general_val_score(prompt: str, response: str, ground_truth: Any, *, tag: str = "", **row: Any) -> float | None:
+def general_val_score(
+    prompt: str, response: str, ground_truth: Any, *, tag: str = "", **row: Any
+) -> float | None:
     """1.0 if the first letter of the answer is that of the ground truth, 0.0 otherwise.
 
     None for tags that are not of a benchmark with one choice. (ROLL gives such a row the score of the row before.)

@@ -70,7 +70,11 @@ def score(
     if not cases:
         return None
     code = extract_code(response)
-    passed = [] if code is None else run_cases(code, cases, case_timeout_s=case_timeout_s, memory_mb=memory_mb)
+    passed = (
+        []
+        if code is None
+        else run_cases(code, cases, case_timeout_s=case_timeout_s, memory_mb=memory_mb)
+    )
     fraction = sum(passed) / len(cases)
     value = fraction if reward_type == "fraction" else float(fraction == 1.0)
     return {"score": value, "pass_rate": fraction}
@@ -79,7 +83,9 @@ def score(
 def extract_code(response: str) -> str | None:
     """The last fenced block that is Python or of no stated language; a response without fences is code itself."""
     answer = after_thinking(response)
-    blocks = re.findall(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", answer, re.DOTALL | re.IGNORECASE)
+    blocks = re.findall(
+        r"```(?:python|py|python3)?[ \t]*\n(.*?)```", answer, re.DOTALL | re.IGNORECASE
+    )
     if blocks:
         return blocks[-1]
     return None if "```" in answer or not answer else answer
@@ -118,7 +124,10 @@ def _case(item: Any) -> dict[str, Any]:
             given = [json.loads(line) for line in given.splitlines()]
             expected = json.loads(expected) if isinstance(expected, str) else expected
         return {"fn_name": item["fn_name"], "args": given, "expected": expected}
-    lines = ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given or "", expected)]
+    lines = [
+        "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+        for text in (given or "", expected)
+    ]
     return {"stdin": lines[0], "expected_stdout": lines[1]}
 
 
@@ -126,12 +135,20 @@ def _first(item: Mapping[str, Any], *keys: str) -> Any:
     for key in keys:
         if key in item:
             return item[key]
-    raise ValueError(f"a test case has none of {', '.join(keys)}: it has {', '.join(map(str, item))}")
+    raise ValueError(
+        f"a test case has none of {', '.join(keys)}: it has {', '.join(map(str, item))}"
+    )
 
 
-def run_cases(code: str, cases: list[dict[str, Any]], *, case_timeout_s: float, memory_mb: int) -> list[bool]:
+def run_cases(
+    code: str, cases: list[dict[str, Any]], *, case_timeout_s: float, memory_mb: int
+) -> list[bool]:
     """Which cases pass, programs first; stops at the first program run that fails for want of time."""
-    limits: dict[str, Any] = {"cpu_s": case_timeout_s, "wall_s": 2 * case_timeout_s, "memory_mb": memory_mb}
+    limits: dict[str, Any] = {
+        "cpu_s": case_timeout_s,
+        "wall_s": 2 * case_timeout_s,
+        "memory_mb": memory_mb,
+    }
     passed: list[bool] = []
     for case in [case for case in cases if "stdin" in case]:
         result = run_python(code, stdin=case["stdin"], **limits)
@@ -166,13 +183,16 @@ def _passes(case: Mapping[str, Any], answer: Any) -> bool:
     if "assert_code" in case:
         return answer is True
     # Through JSON and back, as the answer was: tuples are lists, and keys are text.
-    return isinstance(answer, list) and _same_value(answer[0], json.loads(json.dumps(case["expected"])))
+    return isinstance(answer, list) and _same_value(
+        answer[0], json.loads(json.dumps(case["expected"]))
+    )
 
 
 def _same_value(found: Any, expected: Any) -> bool:
     if type(expected) in (int, float) and type(found) in (int, float):
         return found == expected or (
-            float in (type(found), type(expected)) and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)
+            float in (type(found), type(expected))
+            and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)
         )
     if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
         return all(_same_value(left, right) for left, right in zip(found, expected, strict=True))
@@ -181,5 +201,7 @@ def _same_value(found: Any, expected: Any) -> bool:
 
 def _same_text(found: str, expected: str) -> bool:
     """Equal, but for space at the end of lines and of the text."""
-    left, right = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (found, expected))
+    left, right = (
+        [line.rstrip() for line in text.rstrip().splitlines()] for text in (found, expected)
+    )
     return left == right

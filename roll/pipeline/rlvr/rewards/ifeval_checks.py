@@ -60,7 +60,9 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _nth_paragraph_starts(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def _nth_paragraph_starts(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
     parts = [part for part in _paragraphs(text) if part]
     if len(parts) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
@@ -74,7 +76,9 @@ def _two_responses(text: str) -> bool:
 
 
 def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    found = re.findall(rf"^\W*{re.escape(section_spliter)}\s+\w+", text, re.MULTILINE | re.IGNORECASE)
+    found = re.findall(
+        rf"^\W*{re.escape(section_spliter)}\s+\w+", text, re.MULTILINE | re.IGNORECASE
+    )
     return len(found) >= num_sections
 
 
@@ -82,18 +86,20 @@ _YES_NO_MAYBE = tuple(f"My answer is {word}." for word in ("yes", "no", "maybe")
 
 CHECKS: dict[str, Check] = {
     "keywords:existence": lambda text, keywords: all(_count_word(text, word) for word in keywords),
-    "keywords:forbidden_words": lambda text, forbidden_words: not any(_count_word(text, w) for w in forbidden_words),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(_count_word(text, w) for w in forbidden_words)
+    ),
     "keywords:frequency": lambda text, keyword, frequency, relation="at least": _compare(
         _count_word(text, keyword), relation, frequency
     ),
-    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation="at least": _compare(
-        text.lower().count(letter.lower()), let_relation, let_frequency
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation="at least": (
+        _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
     ),
     "length_constraints:number_words": lambda text, num_words, relation="at least": _compare(
         len(_words(text)), relation, num_words, slack=max(round(num_words * 0.1), 1)
     ),
-    "length_constraints:number_sentences": lambda text, num_sentences, relation="at least": _compare(
-        _num_sentences(text), relation, num_sentences, slack=1
+    "length_constraints:number_sentences": lambda text, num_sentences, relation="at least": (
+        _compare(_num_sentences(text), relation, num_sentences, slack=1)
     ),
     "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
         all(parts := _paragraphs(text, r"\s*\*\s?\*\s?\*\s*")) and len(parts) == num_paragraphs
@@ -114,15 +120,27 @@ CHECKS: dict[str, Check] = {
     "detectable_format:title": lambda text: bool(re.search(r"<<[^<>\n]*\S[^<>\n]*>>", text)),
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _is_json,
-    "detectable_format:constrained_response": lambda text, options=_YES_NO_MAYBE: text.strip() in options,
-    "combination:repeat_prompt": lambda text, prompt_to_repeat: text.strip().startswith(prompt_to_repeat.strip()),
+    "detectable_format:constrained_response": lambda text, options=_YES_NO_MAYBE: (
+        text.strip() in options
+    ),
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: text.strip().startswith(
+        prompt_to_repeat.strip()
+    ),
     "combination:two_responses": _two_responses,
-    "startend:end_checker": lambda text, end_phrase: text.strip().lower().endswith(end_phrase.strip().lower()),
-    "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == '"' == text.strip()[-1],
-    "change_case:english_capital": lambda text: any(map(str.isalpha, text)) and text == text.upper(),
-    "change_case:english_lowercase": lambda text: any(map(str.isalpha, text)) and text == text.lower(),
-    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation="at least": _compare(
-        len(re.findall(r"\b[A-Z]+\b", text)), capital_relation, capital_frequency
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: (
+        len(text.strip()) > 1 and text.strip()[0] == '"' == text.strip()[-1]
+    ),
+    "change_case:english_capital": lambda text: (
+        any(map(str.isalpha, text)) and text == text.upper()
+    ),
+    "change_case:english_lowercase": lambda text: (
+        any(map(str.isalpha, text)) and text == text.lower()
+    ),
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation="at least": (
+        _compare(len(re.findall(r"\b[A-Z]+\b", text)), capital_relation, capital_frequency)
     ),
     "punctuation:no_comma": lambda text: "," not in text,
 }
@@ -134,7 +152,10 @@ _BY_FUNCTION: dict[str, tuple[str, dict[str, str]]] = {
     "validate_forbidden_words": ("keywords:forbidden_words", {}),
     "verify_letter_frequency": ("keywords:letter_frequency", {"N": "let_frequency"}),
     "verify_paragraph_count": ("length_constraints:number_paragraphs", {"N": "num_paragraphs"}),
-    "validate_word_constraint": ("length_constraints:number_words", {"N": "num_words", "quantifier": "relation"}),
+    "validate_word_constraint": (
+        "length_constraints:number_words",
+        {"N": "num_words", "quantifier": "relation"},
+    ),
     "verify_sentence_constraint": (
         "length_constraints:number_sentences",
         {"N": "num_sentences", "quantifier": "relation"},
@@ -148,13 +169,19 @@ _BY_FUNCTION: dict[str, tuple[str, dict[str, str]]] = {
     "verify_bullet_points": ("detectable_format:number_bullet_lists", {"N": "num_bullets"}),
     "validate_title": ("detectable_format:title", {}),
     "validate_choice": ("detectable_format:constrained_response", {}),
-    "validate_highlighted_sections": ("detectable_format:number_highlighted_sections", {"N": "num_highlights"}),
+    "validate_highlighted_sections": (
+        "detectable_format:number_highlighted_sections",
+        {"N": "num_highlights"},
+    ),
     "validate_sections": (
         "detectable_format:multiple_sections",
         {"N": "num_sections", "section_splitter": "section_spliter"},
     ),
     "validate_json_format": ("detectable_format:json_format", {}),
-    "validate_repeat_prompt": ("combination:repeat_prompt", {"original_prompt": "prompt_to_repeat"}),
+    "validate_repeat_prompt": (
+        "combination:repeat_prompt",
+        {"original_prompt": "prompt_to_repeat"},
+    ),
     "validate_two_responses": ("combination:two_responses", {}),
     "validate_uppercase": ("change_case:english_capital", {}),
     "validate_lowercase": ("change_case:english_lowercase", {}),
@@ -194,11 +221,15 @@ def score(
     return {**parts, "score": fraction if reward_type == "fraction" else float(fraction == 1.0)}
 
 
-def read_instructions(ground_truth: Any, ids: Any = None, kwargs: Any = None) -> list[tuple[str, dict[str, Any]]]:
+def read_instructions(
+    ground_truth: Any, ids: Any = None, kwargs: Any = None
+) -> list[tuple[str, dict[str, Any]]]:
     """Names of checks with their arguments, from either form."""
     if ids is not None:
         ids, kwargs = _loaded(ids), _loaded(kwargs) or [{}] * len(_loaded(ids))
-        return [(_known(name), _given(arguments)) for name, arguments in zip(ids, kwargs, strict=True)]
+        return [
+            (_known(name), _given(arguments)) for name, arguments in zip(ids, kwargs, strict=True)
+        ]
     constraints = _loaded(ground_truth)
     if isinstance(constraints, Mapping):
         constraints = [constraints]
@@ -206,9 +237,15 @@ def read_instructions(ground_truth: Any, ids: Any = None, kwargs: Any = None) ->
     for constraint in constraints or []:
         function = constraint["func_name"]
         if function not in _BY_FUNCTION:
-            raise ValueError(f"instruction {function!r} is not known; known are {', '.join(_BY_FUNCTION)}")
+            raise ValueError(
+                f"instruction {function!r} is not known; known are {', '.join(_BY_FUNCTION)}"
+            )
         name, renamed = _BY_FUNCTION[function]
-        arguments = {renamed.get(key, key): value for key, value in _given(constraint).items() if key != "func_name"}
+        arguments = {
+            renamed.get(key, key): value
+            for key, value in _given(constraint).items()
+            if key != "func_name"
+        }
         if function in _EXACT:
             arguments[_EXACT[function]] = "exactly"
         accepted = CHECKS[name].__code__.co_varnames[1 : CHECKS[name].__code__.co_argcount]

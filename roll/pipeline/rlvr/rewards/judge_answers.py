@@ -61,7 +61,9 @@ def question_for(template: str | None, prompt: str, response: str, ground_truth:
     return re.sub(r"\{(prompt|response|ground_truth)\}", lambda match: values[match[1]], template)
 
 
-def ask(question: str, *, url: str, model: str | None, api_key: str | None, timeout_s: float) -> str:
+def ask(
+    question: str, *, url: str, model: str | None, api_key: str | None, timeout_s: float
+) -> str:
     """The answer of the model at `url` (`http://host:8000/v1`, or the full address of its chat completions)."""
     address = url if url.endswith("/chat/completions") else url.rstrip("/") + "/chat/completions"
     body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "temperature": 0.0}
@@ -74,15 +76,23 @@ def ask(question: str, *, url: str, model: str | None, api_key: str | None, time
     deadline = time.monotonic() + timeout_s
     for tries in range(1, _NUM_TRIES + 1):
         try:
-            with urllib.request.urlopen(request, timeout=max(0.1, deadline - time.monotonic())) as reply:
+            with urllib.request.urlopen(
+                request, timeout=max(0.1, deadline - time.monotonic())
+            ) as reply:
                 return json.loads(reply.read())["choices"][0]["message"]["content"] or ""
         except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
             status = error.code if isinstance(error, urllib.error.HTTPError) else None
             pause = 0.5 * 2 ** (tries - 1)
             is_final = tries == _NUM_TRIES or time.monotonic() + pause >= deadline
             if is_final or (status is not None and status not in _WORTH_A_RETRY):
-                what = f"status {status}" if status is not None else str(getattr(error, "reason", error))
-                raise ConnectionError(f"the judge at {address} did not answer: {what} ({tries} tries)") from None
+                what = (
+                    f"status {status}"
+                    if status is not None
+                    else str(getattr(error, "reason", error))
+                )
+                raise ConnectionError(
+                    f"the judge at {address} did not answer: {what} ({tries} tries)"
+                ) from None
             time.sleep(pause)
     raise AssertionError("unreachable")
 
@@ -90,7 +100,9 @@ def ask(question: str, *, url: str, model: str | None, api_key: str | None, time
 def read_verdict(answer: str) -> float | None:
     """The last verdict of an answer: `Verdict: YES`, `[[7.5]]`, or an answer that is only YES, NO or a number."""
     bracketed = re.findall(r"\[\[\s*(\w+|-?\d+(?:\.\d+)?)\s*\]\]", answer)
-    marked = bracketed or re.findall(rf"(?:verdict|score|rating|judge?ment)\W*?({_WORDS})\b", answer, re.IGNORECASE)
+    marked = bracketed or re.findall(
+        rf"(?:verdict|score|rating|judge?ment)\W*?({_WORDS})\b", answer, re.IGNORECASE
+    )
     text = (marked[-1] if marked else answer).strip().strip(".*\"'`").lower()
     if text in _VERDICTS:
         return _VERDICTS[text]

@@ -37,7 +37,9 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
             super().initialize(pipeline_config)
             return
         Worker.initialize(self, pipeline_config)
-        self.tokenizer = default_tokenizer_provider(pipeline_config.actor_train.model_args)  # of the samples
+        self.tokenizer = default_tokenizer_provider(
+            pipeline_config.actor_train.model_args
+        )  # of the samples
         self.strategy = create_strategy(self)
         self.strategy.initialize(default_actor_model_provider)
 
@@ -46,11 +48,17 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
             return super().scores(rows)
         config, tokenizer = self.worker_config, self.strategy.tokenizer
         data_args = config.data_args
-        template = get_chat_template((data_args.template if data_args else None) or "native", tokenizer)
-        sampling = SamplingParams.from_config(config.generating_args, seed=self.pipeline_config.seed)
+        template = get_chat_template(
+            (data_args.template if data_args else None) or "native", tokenizer
+        )
+        sampling = SamplingParams.from_config(
+            config.generating_args, seed=self.pipeline_config.seed
+        )
         requests = []
         for index, row in enumerate(rows):
-            question = question_for(config.judge_prompt, row["prompt"], row["response"], row.get("ground_truth"))
+            question = question_for(
+                config.judge_prompt, row["prompt"], row["response"], row.get("ground_truth")
+            )
             text = template([{"role": "user", "content": question}], add_generation_prompt=True)
             ids = tokenizer.encode(text, add_special_tokens=False)
             requests.append(GenerationRequest(str(index), tuple(ids), sampling))
@@ -58,7 +66,9 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
         return [
             dropped(f"judge: {output.error}")
             if output.error
-            else to_score(read_verdict(tokenizer.decode(output.token_ids, skip_special_tokens=True)))
+            else to_score(
+                read_verdict(tokenizer.decode(output.token_ids, skip_special_tokens=True))
+            )
             for output in outputs
         ]
 
@@ -73,7 +83,8 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
             "model": reward_config.judge_model_name,
             "api_key": reward_config.judge_api_key,
             "template": reward_config.judge_prompt,
-            "timeout_s": reward_config.reward_timeout * 0.9,  # so that the judge's own error is told, not just the time
+            "timeout_s": reward_config.reward_timeout
+            * 0.9,  # so that the judge's own error is told, not just the time
         }
 
     @classmethod
@@ -92,9 +103,13 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
             if reward_config.strategy_name not in GENERATE_STRATEGIES:
                 found = reward_config.strategy_name or "no strategy"
                 expected = " or ".join(GENERATE_STRATEGIES)
-                raise ConfigError(f"strategy_args.strategy_name: found {found}, expected {expected}: the judge writes")
+                raise ConfigError(
+                    f"strategy_args.strategy_name: found {found}, expected {expected}: the judge writes"
+                )
             if reward_config.generating_args is None:
-                raise ConfigError("generating_args: missing; say how the judge writes, for example max_new_tokens: 512")
+                raise ConfigError(
+                    "generating_args: missing; say how the judge writes, for example max_new_tokens: 512"
+                )
             return
         if kind not in (None, "api"):
             raise ConfigError(
@@ -102,5 +117,7 @@ class LLMJudgeRewardWorker(PoolRewardWorker):
                 "for one that this role holds"
             )
         if not reward_config.judge_api_url:
-            raise ConfigError("judge_api_url: missing; the address of the judge, for example http://localhost:8000/v1")
+            raise ConfigError(
+                "judge_api_url: missing; the address of the judge, for example http://localhost:8000/v1"
+            )
         super().check(reward_config)

@@ -56,9 +56,14 @@ class PoolRewardWorker(Worker):
     @classmethod
     def check(cls, reward_config: Any) -> None:
         """Raise a ConfigError or MissingDependencyError if the role cannot score; needs no model."""
-        if cls.reward_types is not None and reward_config.reward_type not in (None, *cls.reward_types):
+        if cls.reward_types is not None and reward_config.reward_type not in (
+            None,
+            *cls.reward_types,
+        ):
             expected = f"null or one of {', '.join(cls.reward_types)}"
-            raise ConfigError(f"reward_type: found {reward_config.reward_type!r}, expected {expected}")
+            raise ConfigError(
+                f"reward_type: found {reward_config.reward_type!r}, expected {expected}"
+            )
         check_reward_fn(cls.function_of(reward_config))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -88,8 +93,12 @@ class PoolRewardWorker(Worker):
         started = time.monotonic()
         scores = self.scores(text_rows(data, self.tokenizer))
         rewards = [self.reward_of(score) for score in scores]
-        result = reward_columns(data, scores, self.worker_config.response_length_penalty_coef, rewards)
-        result.meta_info["metrics"] = {f"time/{self.cluster_name}/compute_rewards/total": time.monotonic() - started}
+        result = reward_columns(
+            data, scores, self.worker_config.response_length_penalty_coef, rewards
+        )
+        result.meta_info["metrics"] = {
+            f"time/{self.cluster_name}/compute_rewards/total": time.monotonic() - started
+        }
         return result
 
     def scores(self, rows: list[dict[str, Any]]) -> list[Score]:
@@ -113,7 +122,8 @@ def text_rows(data: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     what the model saw, special tokens included.
     """
     ids_BS, response_BS, attention_BS = (
-        column(data, name, "a reward").cpu().numpy() for name in ("input_ids", "response_mask", "attention_mask")
+        column(data, name, "a reward").cpu().numpy()
+        for name in ("input_ids", "response_mask", "attention_mask")
     )
     columns = {name: values.tolist() for name, values in data.non_tensor_batch.items()}
     responses = tokenizer.batch_decode(_selected(ids_BS, response_BS != 0), True)
@@ -122,7 +132,11 @@ def text_rows(data: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
         prompt_BS = (attention_BS != 0) & ((response_BS != 0).cumsum(-1) == 0)
         prompts = tokenizer.batch_decode(_selected(ids_BS, prompt_BS))
     return [
-        {**{name: values[index] for name, values in columns.items()}, "prompt": prompt, "response": response}
+        {
+            **{name: values[index] for name, values in columns.items()},
+            "prompt": prompt,
+            "response": response,
+        }
         for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
     ]
 

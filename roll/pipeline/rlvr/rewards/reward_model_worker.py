@@ -26,12 +26,16 @@ class RewardModelWorker(RewardWorker):
     def initialize(self, pipeline_config: Any) -> None:
         super().initialize(pipeline_config)
         self.policy_tokenizer = default_tokenizer_provider(pipeline_config.actor_train.model_args)
-        self.shares_vocabulary = self.policy_tokenizer.get_vocab() == self.strategy.tokenizer.get_vocab()
+        self.shares_vocabulary = (
+            self.policy_tokenizer.get_vocab() == self.strategy.tokenizer.get_vocab()
+        )
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
     def compute_rewards(self, data: DataProto) -> DataProto:
         """The columns of `PoolRewardWorker.compute_rewards`; a score that is not finite drops its row."""
-        result = super().compute_rewards(data if self.shares_vocabulary else self._in_own_tokens(data))
+        result = super().compute_rewards(
+            data if self.shares_vocabulary else self._in_own_tokens(data)
+        )
         scores = [to_score(value) for value in result["response_level_rewards"].tolist()]
         columns = reward_columns(data, scores, self.worker_config.response_length_penalty_coef)
         columns.meta_info = result.meta_info
@@ -43,12 +47,18 @@ class RewardModelWorker(RewardWorker):
         for row in text_rows(data, self.policy_tokenizer):
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
             if tokenizer.chat_template is None:
-                ids = tokenizer.encode("".join([*(str(m["content"]) for m in messages), row["response"]]))
+                ids = tokenizer.encode(
+                    "".join([*(str(m["content"]) for m in messages), row["response"]])
+                )
             else:
                 answered = [*messages, {"role": "assistant", "content": row["response"]}]
                 ids = tokenizer.apply_chat_template(answered, tokenize=True, return_dict=False)
             rows.append(torch.tensor(ids))
         ids_BS = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
         attended_BS = pad_sequence([torch.ones_like(ids) for ids in rows], batch_first=True)
-        tensors = {"input_ids": ids_BS, "attention_mask": attended_BS, "position_ids": attended_BS.cumsum(-1) - 1}
+        tensors = {
+            "input_ids": ids_BS,
+            "attention_mask": attended_BS,
+            "position_ids": attended_BS.cumsum(-1) - 1,
+        }
         return DataProto.from_dict({name: tensor.clamp(min=0) for name, tensor in tensors.items()})

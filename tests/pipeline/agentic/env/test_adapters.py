@@ -47,16 +47,27 @@ class Continuous(Vector):
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     for cls in (Echo, Vector, Continuous):
-        gymnasium.register(f"roll-test/{cls.__name__}-v0", entry_point=cls, disable_env_checker=True)
+        gymnasium.register(
+            f"roll-test/{cls.__name__}-v0", entry_point=cls, disable_env_checker=True
+        )
 
 
 def test_numbers_with_names_and_a_rendering():
-    env = make("gymnasium:CliffWalking-v1", actions=["Up", "Right", "Down", "Left"], format_penalty=-2.0, max_steps=2)
+    env = make(
+        "gymnasium:CliffWalking-v1",
+        actions=["Up", "Right", "Down", "Left"],
+        format_penalty=-2.0,
+        max_steps=2,
+    )
     observation, info = env.reset(0)
     assert observation.splitlines()[3] == "x  C  C  C  C  C  C  C  C  C  C  T"
     assert info["env_instruction"] == "The actions are Up, Right, Down, Left."
     observation, reward, terminated, truncated, info = env.step("<answer>up</answer>")
-    assert observation.splitlines()[2].startswith("x  o") and (reward, terminated, truncated) == (-1.0, False, False)
+    assert observation.splitlines()[2].startswith("x  o") and (reward, terminated, truncated) == (
+        -1.0,
+        False,
+        False,
+    )
     assert info["metrics"] == {"success": False, "action_is_valid": True}
     again, reward, terminated, truncated, info = env.step("<answer>jump</answer>")
     assert (again, reward, terminated, truncated) == (observation, -2.0, False, True)
@@ -129,7 +140,9 @@ def test_gem_environments_are_passed_through(monkeypatch):
     for prefix in ("game", "math", "rg", "qa", "code", "logic"):
         assert make(f"{prefix}:Thing-v0", size=2).reset(1)[0] == "size 2"
     env = make("gem:game:Thing-v0", size=4)
-    assert made == [f"{prefix}:Thing-v0" for prefix in ("game", "math", "rg", "qa", "code", "logic", "game")]
+    assert made == [
+        f"{prefix}:Thing-v0" for prefix in ("game", "math", "rg", "qa", "code", "logic", "game")
+    ]
     assert env.reset(1) == ("size 4", {"suffix": "?"})
     assert env.sample_random_action() == "\\boxed{1}"
     observation, reward, terminated, truncated, info = env.step("x")
@@ -141,7 +154,9 @@ def test_gem_environments_are_passed_through(monkeypatch):
 def test_a_library_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "gem", None)
     for env_id in ("gem:game:Thing-v0", "rg:letter_counting", "roll_qa", "roll_code"):
-        with pytest.raises(MissingDependencyError, match=r"needs gem.*: pip install --no-deps gem-llm"):
+        with pytest.raises(
+            MissingDependencyError, match=r"needs gem.*: pip install --no-deps gem-llm"
+        ):
             make(env_id)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingDependencyError, match=re.escape(install_hint("envs"))):
@@ -150,7 +165,9 @@ def test_a_library_that_is_not_there(monkeypatch):
 
 def test_games_of_the_real_gem():
     pytest.importorskip("gem")
-    report = check_env("game:GuessTheNumber-v0", {"min_number": 1, "max_number": 20, "max_turns": 9}, range(3))
+    report = check_env(
+        "game:GuessTheNumber-v0", {"min_number": 1, "max_number": 20, "max_turns": 9}, range(3)
+    )
     assert report.ok and report.is_deterministic, str(report)
     tasks = check_env("rg:letter_counting", {"size": 50, "seed": 42}, range(3))
     assert tasks.ok and "no sample_random_action" in tasks.notes[0], str(tasks)

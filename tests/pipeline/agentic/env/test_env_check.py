@@ -107,7 +107,9 @@ class Endless(Counter):
 def check():
     def run(cls, **options):
         register("under_test", cls)
-        return check_env("under_test", seeds=range(5), **{"timeout_s": 60.0, "max_turns": 20, **options})
+        return check_env(
+            "under_test", seeds=range(5), **{"timeout_s": 60.0, "max_turns": 20, **options}
+        )
 
     return run
 
@@ -115,7 +117,11 @@ def check():
 def test_a_good_environment(check):
     report = check(Counter)
     assert report.ok and report.is_deterministic and not report.notes
-    assert report.num_episodes == 15 and report.reward_range == (0.0, 1.0) and report.return_range == (1.0, 1.0)
+    assert (
+        report.num_episodes == 15
+        and report.reward_range == (0.0, 1.0)
+        and report.return_range == (1.0, 1.0)
+    )
     assert report.success_rate == 1.0
     # Seeds 0 to 4 take 2 to 6 turns, in each of three styles.
     assert report.num_steps == 3 * (2 + 3 + 4 + 5 + 6) and report.mean_turns == 4.0
@@ -126,7 +132,10 @@ def test_a_good_environment(check):
 @pytest.mark.parametrize(
     ("cls", "problem"),
     [
-        (Raises, "exception: IndexError: list index out of range (seed 0, malformed actions, turn 1)"),
+        (
+            Raises,
+            "exception: IndexError: list index out of range (seed 0, malformed actions, turn 1)",
+        ),
         (Nan, "nan_reward: step() returned the reward nan"),
         (ReturnsNone, "no_observation: step() returned None"),
         (FourValues, "protocol: step() returned"),
@@ -151,7 +160,9 @@ def test_one_fault_does_not_fill_the_screen(check):
 
 
 def test_the_aggregation_has_to_be_known(check):
-    assert any("is 'newest', expected one of mean, sum" in found for found in check(BadMetrics).problems)
+    assert any(
+        "is 'newest', expected one of mean, sum" in found for found in check(BadMetrics).problems
+    )
 
 
 def test_notes(check):
@@ -190,4 +201,8 @@ def test_an_environment_that_is_not_there():
 
 
 def test_malformed_answers_are_of_many_kinds():
-    assert "" in MALFORMED and max(map(len, MALFORMED)) > 10_000 and any("\x00" in text for text in MALFORMED)
+    assert (
+        "" in MALFORMED
+        and max(map(len, MALFORMED)) > 10_000
+        and any("\x00" in text for text in MALFORMED)
+    )

@@ -24,7 +24,11 @@ def test_the_way_to_the_goal():
         assert (reward, terminated, truncated) == (0.0, False, False)
     observation, reward, terminated, _, info = env.step(answer(WAY[-1]))
     assert observation.endswith("O _ _ V") and reward == 1.0 and terminated
-    assert info["metrics"] == {"success": True, "action_is_valid": True, "action_is_effective": True}
+    assert info["metrics"] == {
+        "success": True,
+        "action_is_valid": True,
+        "action_is_effective": True,
+    }
 
 
 def test_a_hole_ends_the_episode():
@@ -43,7 +47,12 @@ def test_a_malformed_answer_changes_nothing(text):
     env = FrozenLakeEnv(format_penalty=-0.1)
     before, _ = env.reset(seed=0)
     after, reward, terminated, _, info = env.step(text)
-    assert after == before and reward == -0.1 and not terminated and not info["metrics"]["action_is_valid"]
+    assert (
+        after == before
+        and reward == -0.1
+        and not terminated
+        and not info["metrics"]["action_is_valid"]
+    )
 
 
 def test_a_wall_is_valid_and_has_no_effect():
@@ -56,18 +65,28 @@ def test_a_wall_is_valid_and_has_no_effect():
 def test_random_maps_depend_on_the_seed_alone():
     env = FrozenLakeEnv(size=3, neighbours=True)
     maps = {seed: env.reset(seed)[0] for seed in range(20)}
-    assert all(FrozenLakeEnv(size=3, neighbours=True).reset(seed)[0] == text for seed, text in maps.items())
+    assert all(
+        FrozenLakeEnv(size=3, neighbours=True).reset(seed)[0] == text for seed, text in maps.items()
+    )
     assert len(set(maps.values())) > 5
-    assert all(len(text.splitlines()) == 4 and text.splitlines()[3].split()[0] == "#" for text in maps.values())
+    assert all(
+        len(text.splitlines()) == 4 and text.splitlines()[3].split()[0] == "#"
+        for text in maps.values()
+    )
 
 
 def test_own_names_and_limits():
-    env = FrozenLakeEnv(actions="LDRU", action_pattern="^([LDRU])$", separator="", env_instruction="", max_steps=2)
+    env = FrozenLakeEnv(
+        actions="LDRU", action_pattern="^([LDRU])$", separator="", env_instruction="", max_steps=2
+    )
     observation, info = env.reset(seed=0)
     assert observation == "P___\n_O_O\n___O\nO__G" and info["env_instruction"] == ""
     assert env.step("D")[0].startswith("____\nPO_O")
     assert env.step("D")[3]  # truncated
-    assert env.sample_random_action() in "LDRU" and FrozenLakeEnv().sample_random_action().startswith("<answer>")
+    assert (
+        env.sample_random_action() in "LDRU"
+        and FrozenLakeEnv().sample_random_action().startswith("<answer>")
+    )
 
 
 def test_options_that_make_no_sense():
@@ -102,5 +121,7 @@ def test_symbols_and_actions_as_roll_names_them():
         "The actions are West, South, East, North. The symbols are @: you, H: hole."
     )
     assert env.step(answer("South"))[0].startswith("_ _ _ _\n@")
-    with pytest.raises(ConfigError, match=r"grid_lookup: found \[6\], expected numbers from 0 to 5"):
+    with pytest.raises(
+        ConfigError, match=r"grid_lookup: found \[6\], expected numbers from 0 to 5"
+    ):
         FrozenLakeEnv(grid_lookup={6: "x"})

@@ -18,7 +18,9 @@ def test_by_id_by_path_and_by_class():
 
 
 def test_what_does_not_exist():
-    with pytest.raises(ConfigError, match="no environment 'frozen_lak'; did you mean 'frozen_lake'"):
+    with pytest.raises(
+        ConfigError, match="no environment 'frozen_lak'; did you mean 'frozen_lake'"
+    ):
         make("frozen_lak")
     with pytest.raises(ConfigError, match="there is no module 'nowhere'"):
         make("nowhere.Game")
@@ -28,7 +30,9 @@ def test_what_does_not_exist():
 
 def test_actions_in_text():
     parsed = parse_action(
-        "<think>hm</think> <answer> LEFT </answer>", "<think>(.*?)</think>.*<answer>(.*?)</answer>", ["Left"]
+        "<think>hm</think> <answer> LEFT </answer>",
+        "<think>(.*?)</think>.*<answer>(.*?)</answer>",
+        ["Left"],
     )
     assert (parsed.name, parsed.think, parsed.content) == ("Left", "hm", "LEFT")
     assert parse_action("nothing", "<a>(.*)</a>", ["Left"]).name is None

@@ -83,11 +83,15 @@ def test_problems_from_a_file(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert {Problems(file=str(file)).draw(seed).question for seed in range(20)} == {"2+2?", "3+3?"}
     (tmp_path / "bad.jsonl").write_text('{"text": "x", "answer": 1}\n')
-    with pytest.raises(ConfigError, match=r"bad.jsonl: expected a column prompt or question .* found text, answer"):
+    with pytest.raises(
+        ConfigError, match=r"bad.jsonl: expected a column prompt or question .* found text, answer"
+    ):
         Problems(file=str(tmp_path / "bad.jsonl"))
 
 
-@pytest.mark.parametrize("config", [{"operators": ["^"]}, {"operators": []}, {"digits": 0}, {"num_operands": 1}])
+@pytest.mark.parametrize(
+    "config", [{"operators": ["^"]}, {"operators": []}, {"digits": 0}, {"num_operands": 1}]
+)
 def test_bad_problems(config):
     with pytest.raises(ConfigError, match="found"):
         Problems(**config)
@@ -98,7 +102,9 @@ def test_bad_problems(config):
 
 def test_mathematics_is_one_turn():
     pytest.importorskip("math_verify")
-    env = make("math", operators=["+"], format_penalty=-1.0, answer_pattern=r"<answer>(.*?)</answer>")
+    env = make(
+        "math", operators=["+"], format_penalty=-1.0, answer_pattern=r"<answer>(.*?)</answer>"
+    )
     question, info = env.reset(5)
     right = eval(question)
     assert info == {"env_instruction": "Solve the problem."}
@@ -109,7 +115,11 @@ def test_mathematics_is_one_turn():
     assert env.step(answer(right + 1))[1:4] == (0.0, True, False)
     env.reset(5)
     _, reward, terminated, _, info = env.step(str(right))
-    assert (reward, terminated, info["metrics"]) == (-1.0, True, {"success": False, "action_is_valid": False})
+    assert (reward, terminated, info["metrics"]) == (
+        -1.0,
+        True,
+        {"success": False, "action_is_valid": False},
+    )
 
 
 def test_an_answer_that_cannot_be_compared_is_an_error_and_not_a_zero():
@@ -129,9 +139,14 @@ def test_a_call_then_the_answer():
     env = make("tool_task", digits=3, call_reward=0.1)
     question, info = env.reset(2)
     assert "<tool>2+3</tool>" in info["env_instruction"]
-    observation, reward, terminated, truncated, info = env.step(f"Let me see. <tool>{question}</tool>")
+    observation, reward, terminated, truncated, info = env.step(
+        f"Let me see. <tool>{question}</tool>"
+    )
     assert (observation, reward, terminated, truncated) == (str(eval(question)), 0.1, False, False)
-    assert info["metrics"] == {"success": False, "action_is_valid": True, "tool_calls": 1} and info["use_tool"]
+    assert (
+        info["metrics"] == {"success": False, "action_is_valid": True, "tool_calls": 1}
+        and info["use_tool"]
+    )
     observation, reward, terminated, _, info = env.step(answer(observation))
     assert (observation, reward, terminated) == ("correct", 1.0, True)
     assert info["metrics"]["success"] is True

@@ -40,7 +40,11 @@ def test_an_episode_by_hand():
     observation, reward, terminated, truncated, info = env.step(answer("right"))
     assert observation.splitlines()[1] == "# _ P X O #"
     assert (reward, terminated, truncated) == (-0.1, False, False)
-    assert info["metrics"] == {"success": False, "action_is_valid": True, "action_is_effective": True}
+    assert info["metrics"] == {
+        "success": False,
+        "action_is_valid": True,
+        "action_is_effective": True,
+    }
     observation, reward, terminated, _, info = env.step(answer("Right"))
     assert observation.splitlines()[1] == "# _ _ P V #"
     assert reward == pytest.approx(-0.1 + 1 + 10) and terminated
@@ -53,7 +57,10 @@ def test_what_is_in_the_way():
         before = env._observation()
         observation, reward, terminated, _, info = env.step(answer(name))
         assert (observation, reward, terminated) == (before, -0.1, False)
-        assert info["metrics"]["action_is_effective"] is False and info["metrics"]["action_is_valid"] is True
+        assert (
+            info["metrics"]["action_is_effective"] is False
+            and info["metrics"]["action_is_valid"] is True
+        )
 
 
 def test_two_boxes_in_a_row_do_not_move_and_boxes_leave_targets_at_a_cost():
@@ -98,14 +105,20 @@ def shortest_solution(env: SokobanEnv) -> int | None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**31 - 1), size=st.tuples(st.integers(5, 7), st.integers(4, 7)), boxes=st.integers(1, 2))
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    size=st.tuples(st.integers(5, 7), st.integers(4, 7)),
+    boxes=st.integers(1, 2),
+)
 def test_every_level_can_be_solved_and_is_not_solved_yet(seed, size, boxes):
     room = (size[0] - 2) * (size[1] - 2)
     env = make("sokoban", dim_room=size, num_boxes=min(boxes, room // 4))
     observation, _ = env.reset(seed)
     solution = shortest_solution(env)
     assert solution is not None and solution > 0
-    assert observation.count("X") == observation.count("O") + observation.count("S") == env.num_boxes
+    assert (
+        observation.count("X") == observation.count("O") + observation.count("S") == env.num_boxes
+    )
     assert make("sokoban", dim_room=size, num_boxes=env.num_boxes).reset(seed)[0] == observation
 
 
@@ -122,7 +135,13 @@ def test_deeper_search_makes_longer_solutions():
 
 
 def test_levels_differ_and_names_can_be_chosen():
-    env = make("sokoban", actions=["u", "d", "l", "r"], action_pattern=r"([udlr])", separator="", env_instruction="")
+    env = make(
+        "sokoban",
+        actions=["u", "d", "l", "r"],
+        action_pattern=r"([udlr])",
+        separator="",
+        env_instruction="",
+    )
     levels = {env.reset(seed)[0] for seed in range(20)}
     assert len(levels) > 15 and all(len(level) == 6 * 7 - 1 for level in levels)
     assert env.reset(0)[1] == {"env_instruction": ""}

@@ -10,13 +10,20 @@ from roll.engines.request import GenerationOutput, GenerationRequest, SamplingPa
 from roll.exceptions import ConfigError
 from roll.models.tiny import character_tokenizer
 from roll.pipeline.agentic.agentic_config import LLMProxyConfig
-from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest, create_llm_proxy, register_llm_proxy
+from roll.pipeline.agentic.llm_proxy import (
+    BaseLLMProxy,
+    TurnRequest,
+    create_llm_proxy,
+    register_llm_proxy,
+)
 
 TOKENIZER = character_tokenizer()
 
 
 def turn(name="r", text="hi", **options):
-    request = GenerationRequest(name, (5, 6), SamplingParams(max_new_tokens=4, temperature=0.5, stop_strings=("!",)))
+    request = GenerationRequest(
+        name, (5, 6), SamplingParams(max_new_tokens=4, temperature=0.5, stop_strings=("!",))
+    )
     return TurnRequest(request, [{"role": "user", "content": text}], **options)
 
 
@@ -27,7 +34,10 @@ def proxy(kind, actor_infer=None, **options):
 
 def test_random_actions_become_tokens():
     (output,) = proxy("random").generate([turn(random_action="ab")])
-    assert output.token_ids == [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id] and output.log_probs == []
+    assert (
+        output.token_ids == [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id]
+        and output.log_probs == []
+    )
     (output,) = proxy("random").generate([turn(random_action="abcdef")])
     assert output.finish_reason == "length" and len(output.token_ids) == 4
 
@@ -46,7 +56,9 @@ class Interrupted:
         return [
             GenerationOutput(item.request_id, 0, [7], [-0.1], "abort", 0)
             if first and index % 2 == 0
-            else GenerationOutput(item.request_id, 0, [8, 9], [-0.2, -0.3], "stop", len(self.calls) - 1)
+            else GenerationOutput(
+                item.request_id, 0, [8, 9], [-0.2, -0.3], "stop", len(self.calls) - 1
+            )
             for index, item in enumerate(requests)
         ]
 
@@ -54,7 +66,11 @@ class Interrupted:
 def test_an_interrupted_turn_goes_on_where_it_was():
     policy = Interrupted()
     first, second = proxy("policy", policy).generate([turn("a"), turn("b")])
-    assert (first.token_ids, first.log_probs, first.policy_version) == ([7, 8, 9], [-0.1, -0.2, -0.3], 0)
+    assert (first.token_ids, first.log_probs, first.policy_version) == (
+        [7, 8, 9],
+        [-0.1, -0.2, -0.3],
+        0,
+    )
     assert second.token_ids == [8, 9]
     (again,) = policy.calls[1]
     assert again.prefix_ids == (7,) and again.prompt_ids == (5, 6)
@@ -96,12 +112,22 @@ def address():
 def test_a_service(address, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     before = threading.active_count()
-    service = proxy("openai", base_url=address, model_name="m", api_key_env="MY_KEY", extra_body={"top_k": 3})
+    service = proxy(
+        "openai", base_url=address, model_name="m", api_key_env="MY_KEY", extra_body={"top_k": 3}
+    )
     outputs = service.generate([turn("a", "hi"), turn("b", "ho")])
-    assert [TOKENIZER.decode(output.token_ids, skip_special_tokens=True) for output in outputs] == ["HI", "HO"]
+    assert [TOKENIZER.decode(output.token_ids, skip_special_tokens=True) for output in outputs] == [
+        "HI",
+        "HO",
+    ]
     path, body, key = Service.seen[0]
     assert path == "/v1/chat/completions" and key == "Bearer secret"
-    assert body["model"] == "m" and body["max_tokens"] == 4 and body["stop"] == ["!"] and body["top_k"] == 3
+    assert (
+        body["model"] == "m"
+        and body["max_tokens"] == 4
+        and body["stop"] == ["!"]
+        and body["top_k"] == 3
+    )
     assert threading.active_count() <= before + 4  # nothing piles up
 
 
@@ -120,7 +146,10 @@ def test_what_a_config_may_name():
         proxy("oracle")
     with pytest.raises(ConfigError, match=r"proxy_config.model_name: missing"):
         proxy("openai", base_url="http://x")
-    with pytest.raises(ConfigError, match=r"proxy_config.url: unknown key; the openai proxy has base_url, model_name"):
+    with pytest.raises(
+        ConfigError,
+        match=r"proxy_config.url: unknown key; the openai proxy has base_url, model_name",
+    ):
         proxy("openai", base_url="http://x", model_name="m", url=1)
 
     @register_llm_proxy("silent")
@@ -129,4 +158,7 @@ def test_what_a_config_may_name():
             return [self.spoken(item.request, "") for item in requests]
 
     assert isinstance(proxy("silent"), Silent)
-    assert type(proxy("roll.pipeline.agentic.llm_proxy.random_proxy.RandomProxy")).__name__ == "RandomProxy"
+    assert (
+        type(proxy("roll.pipeline.agentic.llm_proxy.random_proxy.RandomProxy")).__name__
+        == "RandomProxy"
+    )

@@ -5,7 +5,9 @@ import pytest
 from roll.pipeline.rlvr.rewards.choice_answers import crossthink_score, general_val_score, score
 
 
-@pytest.mark.parametrize("answer", ["B", "(b)", "B.", "B. Paris", r"\text{B}", r"\mathbf{(B)}", "B: a cat", "b) a dog"])
+@pytest.mark.parametrize(
+    "answer", ["B", "(b)", "B.", "B. Paris", r"\text{B}", r"\mathbf{(B)}", "B: a cat", "b) a dog"]
+)
 def test_one_letter_in_many_spellings(answer):
     assert score("", rf"I think \boxed{{{answer}}}", "B") == 1.0
     assert score("", rf"I think \boxed{{{answer}}}", "C") == 0.0

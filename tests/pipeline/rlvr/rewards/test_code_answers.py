@@ -12,12 +12,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 ADD = "def add(a, b):\n    return a + b\n"
 METHOD = "class Solution:\n    def add(self, a, b): return (a, b)"
 STDIN = [{"stdin": "2 3\n", "expected_stdout": "5\n"}, {"input": "1 1", "output": "2"}]
-CALLS = [{"fn_name": "add", "args": [2, 3], "expected": 5}, {"fn_name": "add", "args": ["a", "b"], "expected": "ab"}]
+CALLS = [
+    {"fn_name": "add", "args": [2, 3], "expected": 5},
+    {"fn_name": "add", "args": ["a", "b"], "expected": "ab"},
+]
 ASSERTS = ["assert add(2, 3) == 5", {"assert_code": "assert add(0, 0) == 0\nassert add(1, 1) == 2"}]
 
 
 def judge(code, cases, **options):
-    return score("", f"Here it is:\n```python\n{code}\n```\nDone.", None, test_cases=cases, **options)
+    return score(
+        "", f"Here it is:\n```python\n{code}\n```\nDone.", None, test_cases=cases, **options
+    )
 
 
 @pytest.mark.parametrize("as_json", [True, False])
@@ -31,7 +36,10 @@ def test_right_programs(as_json):
         ("print(0.1 + 0.2 < 1)", {"inputs": [""], "outputs": ["True"]}),
         ("def half(x): return x / 2", [{"fn_name": "half", "args": [1], "expected": 0.5000000001}]),
     ]:
-        assert judge(code, json.dumps(cases) if as_json else cases) == {"score": 1.0, "pass_rate": 1.0}
+        assert judge(code, json.dumps(cases) if as_json else cases) == {
+            "score": 1.0,
+            "pass_rate": 1.0,
+        }
 
 
 def test_partly_right_programs():

@@ -9,20 +9,48 @@ from roll.pipeline.rlvr.rewards.ifeval_checks import CHECKS, score
 CASES = {
     "keywords:existence": ({"keywords": ["cat", "dog"]}, "A Cat and a dog.", "A cat and a dogma."),
     "keywords:forbidden_words": ({"forbidden_words": ["cat"]}, "A category.", "A cat."),
-    "keywords:frequency": ({"keyword": "cat", "frequency": 2, "relation": "at least"}, "cat, Cat", "cat"),
-    "keywords:letter_frequency": ({"letter": "a", "let_frequency": 2, "let_relation": "less than"}, "Ab", "aA"),
-    "length_constraints:number_words": ({"num_words": 3, "relation": "at most"}, "don't do it", "one two three four"),
-    "length_constraints:number_sentences": ({"num_sentences": 2, "relation": "at least"}, "One. Two!", "One, two."),
+    "keywords:frequency": (
+        {"keyword": "cat", "frequency": 2, "relation": "at least"},
+        "cat, Cat",
+        "cat",
+    ),
+    "keywords:letter_frequency": (
+        {"letter": "a", "let_frequency": 2, "let_relation": "less than"},
+        "Ab",
+        "aA",
+    ),
+    "length_constraints:number_words": (
+        {"num_words": 3, "relation": "at most"},
+        "don't do it",
+        "one two three four",
+    ),
+    "length_constraints:number_sentences": (
+        {"num_sentences": 2, "relation": "at least"},
+        "One. Two!",
+        "One, two.",
+    ),
     "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, "a\n***\nb", "a\n***\n"),
     "length_constraints:nth_paragraph_first_word": (
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
         "It is.\n\nSo be it.",
         "So.\n\nIt is.",
     ),
-    "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[name] of [town]", "[name]"),
-    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Yes.\nP.S. No.", "Yes.\nP.S."),
+    "detectable_content:number_placeholders": (
+        {"num_placeholders": 2},
+        "[name] of [town]",
+        "[name]",
+    ),
+    "detectable_content:postscript": (
+        {"postscript_marker": "P.S."},
+        "Yes.\nP.S. No.",
+        "Yes.\nP.S.",
+    ),
     "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n- b", "* a\n**b**"),
-    "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*a* and **b**", "*a* and * b"),
+    "detectable_format:number_highlighted_sections": (
+        {"num_highlights": 2},
+        "*a* and **b**",
+        "*a* and * b",
+    ),
     "detectable_format:title": ({}, "<<On cats>>\nThey", "<< >> They"),
     "detectable_format:multiple_sections": (
         {"section_spliter": "Section", "num_sections": 2},
@@ -37,7 +65,11 @@ CASES = {
     "startend:quotation": ({}, '"Yes."', '"'),
     "change_case:english_capital": ({}, "YES 1", "Yes"),
     "change_case:english_lowercase": ({}, "yes 1", "12"),
-    "change_case:capital_word_frequency": ({"capital_frequency": 2, "capital_relation": "at least"}, "I AM", "I am"),
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "I AM",
+        "I am",
+    ),
     "punctuation:no_comma": ({}, "a b", "a, b"),
 }
 
@@ -55,7 +87,10 @@ def test_checks(name):
 
 
 def test_several_instructions():
-    row = {"instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"], "kwargs": "[{}, {}]"}
+    row = {
+        "instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"],
+        "kwargs": "[{}, {}]",
+    }
     parts = {"punctuation:no_comma": 1.0, "change_case:english_lowercase": 0.0}
     assert score("", "<think>a,</think>Yes", None, **row) == {**parts, "score": 0.0}
     assert score("", "Yes", None, reward_type="fraction", **row)["score"] == 0.5
@@ -66,7 +101,11 @@ def test_several_instructions():
     [
         ({"func_name": "validate_word_constraint", "N": 2, "quantifier": "at least"}, "a b", "a"),
         ({"func_name": "verify_keyword_frequency", "word": "a", "N": 2}, "a b a", "a a a"),
-        ({"func_name": "validate_paragraphs", "N": 2, "first_word": "b", "i": 2}, "a\n\nb", "a\n\nc"),
+        (
+            {"func_name": "validate_paragraphs", "N": 2, "first_word": "b", "i": 2},
+            "a\n\nb",
+            "a\n\nc",
+        ),
         ({"func_name": "validate_sections", "N": 1, "section_splitter": "Part"}, "Part one", "One"),
         ({"func_name": "validate_choice", "options": ["left", "right"]}, "left", "up"),
         ({"func_name": "validate_lowercase", "N": None, "keyword_list": None}, "a", "A"),

@@ -23,7 +23,9 @@ class Judge(BaseHTTPRequestHandler):
         if self.server.hangs:
             self.server.closing.wait()
         question = body["messages"][0]["content"]
-        verdict = self.server.says or ("Verdict: YES" if "Response:\nParis" in question else "Hm. Verdict: NO")
+        verdict = self.server.says or (
+            "Verdict: YES" if "Response:\nParis" in question else "Hm. Verdict: NO"
+        )
         answer = json.dumps({"choices": [{"message": {"content": verdict}}]}).encode()
         self.send_response(200)
         self.end_headers()
@@ -63,7 +65,9 @@ def test_a_verdict(judge):
 def test_a_template_of_ones_own_is_filled_in_once(judge):
     row = {**ROW, "response": "{ground_truth}"}
     assert score(**row, url=judge.url, template="{prompt}|{response}|{ground_truth}") == 0.0
-    assert judge.requests[0][1]["messages"][0]["content"] == "Capital of France?|{ground_truth}|Paris"
+    assert (
+        judge.requests[0][1]["messages"][0]["content"] == "Capital of France?|{ground_truth}|Paris"
+    )
 
 
 def test_a_prompt_by_its_name_in_roll(judge):
@@ -81,7 +85,9 @@ def test_a_short_outage_is_waited_out(judge):
 def test_an_outage_drops_samples_and_is_never_a_zero(judge):
     judge.failures = 100
     options = {"url": judge.url, "timeout_s": 3}
-    with ScorePool("roll.pipeline.rlvr.rewards.judge_answers:score", num_processes=4, options=options) as pool:
+    with ScorePool(
+        "roll.pipeline.rlvr.rewards.judge_answers:score", num_processes=4, options=options
+    ) as pool:
         down = pool.score([ROW] * 4)
         judge.failures = 0
         up = pool.score([ROW] * 4)

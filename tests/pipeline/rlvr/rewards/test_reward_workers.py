@@ -43,7 +43,11 @@ def make_batch(pairs: list[tuple[str, str]], **columns) -> DataProto:
     """Right-padded rows of prompt and response, with the end token after the response."""
     tokenizer = tiny_tokenizer()
     rows = [
-        (tokenizer.encode(p, add_special_tokens=False), tokenizer.encode(r, add_special_tokens=False)) for p, r in pairs
+        (
+            tokenizer.encode(p, add_special_tokens=False),
+            tokenizer.encode(r, add_special_tokens=False),
+        )
+        for p, r in pairs
     ]
     width = max(len(p) + len(r) + 1 for p, r in rows)
     ids, attended, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
@@ -52,12 +56,16 @@ def make_batch(pairs: list[tuple[str, str]], **columns) -> DataProto:
         ids[index, : len(line)] = torch.tensor(line)
         attended[index, : len(line)] = 1
         mask[index, len(p) : len(line)] = 1
-    return DataProto.from_dict({"input_ids": ids, "attention_mask": attended, "response_mask": mask}, columns)
+    return DataProto.from_dict(
+        {"input_ids": ids, "attention_mask": attended, "response_mask": mask}, columns
+    )
 
 
 def pipeline_of(folder) -> SimpleNamespace:
     actor = SimpleNamespace(model_args=ModelArguments(model_name_or_path=str(folder)))
-    return SimpleNamespace(actor_train=actor, rpc_timeout=60, seed=0, output_dir="unused", resume_from_checkpoint=False)
+    return SimpleNamespace(
+        actor_train=actor, rpc_timeout=60, seed=0, output_dir="unused", resume_from_checkpoint=False
+    )
 
 
 def make_cluster(folder, **values) -> Cluster:
@@ -69,7 +77,9 @@ def make_cluster(folder, **values) -> Cluster:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_function_of_ones_own(folder, reward_file, world_size):
-    cluster = make_cluster(folder, reward_fn=f"{reward_file}:score", reward_timeout=3.0, world_size=world_size)
+    cluster = make_cluster(
+        folder, reward_fn=f"{reward_file}:score", reward_timeout=3.0, world_size=world_size
+    )
     pairs = [("1+1=", "2"), ("1+2=", "2"), ("?", "hang"), ("??", "oops"), ("2+2=", "4"), ("", "4")]
     batch = make_batch(pairs, ground_truth=["2", "3", "", "", "4", "4"], tag=list("aabbab"))
     result = cluster.compute_rewards(batch)
@@ -80,7 +90,9 @@ def test_a_function_of_ones_own(folder, reward_file, world_size):
     assert result.batch["token_level_rewards"].shape == (6, batch.batch["input_ids"].shape[1] - 1)
     assert not result.batch["token_level_rewards"].any()
     reasons = list(result.non_tensor_batch["drop_reason"])
-    assert reasons[2] == "timeout" and reasons[3].startswith("exception: KeyError: 'oops' (mine.py:")
+    assert reasons[2] == "timeout" and reasons[3].startswith(
+        "exception: KeyError: 'oops' (mine.py:"
+    )
     assert [reasons[index] for index in (0, 1, 4, 5)] == [None] * 4
     assert result.non_tensor_batch["reward_parts"][0] == {"right": 1.0, "tag": 0.5}
     cluster.execute_all_sync("close")
@@ -90,21 +102,31 @@ def test_a_function_of_ones_own(folder, reward_file, world_size):
 @pytest.mark.ray
 def test_a_function_of_ones_own_on_ray(folder, reward_file):
     config = RewardConfig(reward_fn=f"{reward_file}:score", reward_timeout=3.0, world_size=2)
-    batch = make_batch([("1+1=", "2"), ("?", "hang"), ("1+2=", "2")], ground_truth=["2", "", "3"], tag=list("aaa"))
-    with Cluster("reward-math", config.worker_cls, ResourceManager(0, 1, backend="ray"), config) as cluster:
+    batch = make_batch(
+        [("1+1=", "2"), ("?", "hang"), ("1+2=", "2")], ground_truth=["2", "", "3"], tag=list("aaa")
+    )
+    with Cluster(
+        "reward-math", config.worker_cls, ResourceManager(0, 1, backend="ray"), config
+    ) as cluster:
         cluster.initialize(pipeline_of(folder))
         padded, num_extra = pad_dataproto_to_divisor(batch, 2)
         result = unpad_dataproto(cluster.compute_rewards(padded), num_extra)
-    torch.testing.assert_close(result.batch["scores"], torch.tensor([1.5, math.nan, 0.5]), equal_nan=True)
+    torch.testing.assert_close(
+        result.batch["scores"], torch.tensor([1.5, math.nan, 0.5]), equal_nan=True
+    )
     assert list(result.non_tensor_batch["drop_reason"]) == [None, "timeout", None]
     assert eventually(lambda: not marked(str(reward_file)))
 
 
 def test_length_costs_what_the_config_says(folder, reward_file):
-    cluster = make_cluster(folder, reward_fn=f"{reward_file}:score", response_length_penalty_coef=0.1)
+    cluster = make_cluster(
+        folder, reward_fn=f"{reward_file}:score", response_length_penalty_coef=0.1
+    )
     result = cluster.compute_rewards(make_batch([("1+1=", "2")], ground_truth=["2"], tag=["b"]))
     assert result.batch["scores"].tolist() == [1.0]
-    torch.testing.assert_close(result.batch["response_level_rewards"], torch.tensor([0.8]))  # "2" and the end
+    torch.testing.assert_close(
+        result.batch["response_level_rewards"], torch.tensor([0.8])
+    )  # "2" and the end
     cluster.execute_all_sync("close")
     assert eventually(lambda: not marked(str(reward_file)))
 
@@ -112,7 +134,12 @@ def test_length_costs_what_the_config_says(folder, reward_file):
 @pytest.mark.parametrize(
     ("worker", "responses", "columns", "expected"),
     [
-        ("math_rule_reward_worker.MathRuleRewardWorker", ["2", "3"], {"ground_truth": ["2", "2"]}, [1.0, 0.0]),
+        (
+            "math_rule_reward_worker.MathRuleRewardWorker",
+            ["2", "3"],
+            {"ground_truth": ["2", "2"]},
+            [1.0, 0.0],
+        ),
         (
             "multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker",
             [r"\boxed{A}", "A"],
@@ -135,7 +162,9 @@ def test_length_costs_what_the_config_says(folder, reward_file):
 )
 def test_rewards_that_come_along(folder, worker, responses, columns, expected):
     cluster = make_cluster(folder, worker_cls=f"{REWARDS}.{worker}")
-    result = cluster.compute_rewards(make_batch([("?", response) for response in responses], **columns))
+    result = cluster.compute_rewards(
+        make_batch([("?", response) for response in responses], **columns)
+    )
     assert result.batch["scores"].tolist() == expected
     assert list(result.non_tensor_batch["drop_reason"]) == [None, None]
     cluster.execute_all_sync("close")
@@ -156,13 +185,19 @@ def test_a_judge_that_is_down_drops_everything(folder):
 
 def test_what_is_trained_on_may_differ_from_the_score(folder):
     worker = f"{REWARDS}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker"
-    cluster = make_cluster(folder, worker_cls=worker, reward_type="soft", response_length_penalty_coef=0.1)
+    cluster = make_cluster(
+        folder, worker_cls=worker, reward_type="soft", response_length_penalty_coef=0.1
+    )
     responses = ["B", r"\boxed{A}", "it is B it is B it is B"]
-    result = cluster.compute_rewards(make_batch([("?", text) for text in responses], ground_truth=["B", "B", ""]))
+    result = cluster.compute_rewards(
+        make_batch([("?", text) for text in responses], ground_truth=["B", "B", ""])
+    )
     assert result.batch["scores"].tolist()[:2] == [1.0, 0.0]
     # Right without a box 0.5, wrong in a box -0.5; one character is a token, and the end is one more.
     torch.testing.assert_close(
-        result.batch["response_level_rewards"], torch.tensor([0.5 - 0.2, -0.5 - 1.0, math.nan]), equal_nan=True
+        result.batch["response_level_rewards"],
+        torch.tensor([0.5 - 0.2, -0.5 - 1.0, math.nan]),
+        equal_nan=True,
     )
     assert list(result.non_tensor_batch["drop_reason"]) == [None, None, "none"]
     cluster.execute_all_sync("close")
@@ -180,7 +215,9 @@ def test_a_judge_of_this_role(folder, tmp_path):
         model.model.norm.weight.fill_(1.0)
         for token in range(len(tokenizer)):
             text = follows.get(tokenizer.decode([token]))
-            after = tokenizer.eos_token_id if text is None else tokenizer.convert_tokens_to_ids(text)
+            after = (
+                tokenizer.eos_token_id if text is None else tokenizer.convert_tokens_to_ids(text)
+            )
             model.lm_head.weight[after, token] = 1.0
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -195,8 +232,12 @@ def test_a_judge_of_this_role(folder, tmp_path):
     }
     check_rewards(RLVRConfig(prompt_length=8, response_length=8, rewards={"math": values}))
     cluster = make_cluster(folder, **values)
-    result = cluster.compute_rewards(make_batch([("?", text) for text in "abca"], ground_truth=list("xxxx")))
-    torch.testing.assert_close(result.batch["scores"], torch.tensor([1.0, 0.0, math.nan, 1.0]), equal_nan=True)
+    result = cluster.compute_rewards(
+        make_batch([("?", text) for text in "abca"], ground_truth=list("xxxx"))
+    )
+    torch.testing.assert_close(
+        result.batch["scores"], torch.tensor([1.0, 0.0, math.nan, 1.0]), equal_nan=True
+    )
     assert list(result.non_tensor_batch["drop_reason"]) == [None, None, "none", None]
     cluster.execute_all_sync("close")
 
@@ -221,13 +262,19 @@ def test_a_reward_model(folder):
 
 def test_the_config_of_a_reward(reward_file, monkeypatch):
     assert RewardConfig(reward_fn="mine.py:score").worker_cls == FUNCTION_REWARD_WORKER
-    with pytest.raises(ConfigError, match=r"worker_cls: found .* expected no other worker_cls beside reward_fn"):
+    with pytest.raises(
+        ConfigError, match=r"worker_cls: found .* expected no other worker_cls beside reward_fn"
+    ):
         RewardConfig(reward_fn="mine.py:score", worker_cls="a.B")
-    with pytest.raises(ConfigError, match=r'reward_fn: found "mine.py" .* expected file.py:function'):
+    with pytest.raises(
+        ConfigError, match=r'reward_fn: found "mine.py" .* expected file.py:function'
+    ):
         RewardConfig(reward_fn="mine.py")
     with pytest.raises(ConfigError, match="reward_timeout"):
         RewardConfig(reward_timeout=0)
-    beside = RewardConfig.model_validate({"reward_fn": "mine.py:score"}, context={"folder": reward_file.parent})
+    beside = RewardConfig.model_validate(
+        {"reward_fn": "mine.py:score"}, context={"folder": reward_file.parent}
+    )
     assert beside.reward_fn == f"{reward_file}:score"
     monkeypatch.chdir(reward_file.parent)
     here = RewardConfig.model_validate({"reward_fn": "mine.py:score"}, context={"folder": "/"})
@@ -237,19 +284,37 @@ def test_the_config_of_a_reward(reward_file, monkeypatch):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"reward_fn": "nowhere.py:score"}, r"rewards.math.reward_fn: 'nowhere.py:score': there is no file"),
-        ({"reward_fn": "json:lods"}, "rewards.math.reward_fn: .* did you mean 'loads'"),
-        ({"worker_cls": "no.such.Worker"}, r"rewards.math: 'no.such.Worker': there is no module 'no'"),
-        ({"worker_cls": JUDGE}, "judge_api_url: missing"),
-        ({"worker_cls": JUDGE, "judge_model_type": "cluster"}, 'found "cluster", expected "api".* or "inference"'),
-        ({"worker_cls": JUDGE, "judge_model_type": "inference"}, "strategy_name: found no strategy, expected hf_infer"),
         (
-            {"worker_cls": JUDGE, "judge_model_type": "inference", "strategy_args": {"strategy_name": "hf_infer"}},
+            {"reward_fn": "nowhere.py:score"},
+            r"rewards.math.reward_fn: 'nowhere.py:score': there is no file",
+        ),
+        ({"reward_fn": "json:lods"}, "rewards.math.reward_fn: .* did you mean 'loads'"),
+        (
+            {"worker_cls": "no.such.Worker"},
+            r"rewards.math: 'no.such.Worker': there is no module 'no'",
+        ),
+        ({"worker_cls": JUDGE}, "judge_api_url: missing"),
+        (
+            {"worker_cls": JUDGE, "judge_model_type": "cluster"},
+            'found "cluster", expected "api".* or "inference"',
+        ),
+        (
+            {"worker_cls": JUDGE, "judge_model_type": "inference"},
+            "strategy_name: found no strategy, expected hf_infer",
+        ),
+        (
+            {
+                "worker_cls": JUDGE,
+                "judge_model_type": "inference",
+                "strategy_args": {"strategy_name": "hf_infer"},
+            },
             "generating_args: missing",
         ),
         ({"worker_cls": JUDGE, "judge_prompt": "my-prompt"}, "judge_prompt: has no {response}"),
         (
-            {"worker_cls": f"{REWARDS}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker"},
+            {
+                "worker_cls": f"{REWARDS}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker"
+            },
             "reward_type: found null, expected one of loose, soft, strict",
         ),
         (

@@ -1,0 +1,44 @@
+"""Where the modules of ROLL live here, for code that imports them by ROLL's paths.
+
+A module that ROLL has and this project keeps at another place is a row of MOVED: importing the old
+path gives the module at the new one. Our own code imports from the new place. A ROLL path that is
+still a file here needs no row. `tests/roll_imports.txt` lists what ROLL's users import.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED: dict[str, str] = {
+    "roll.pipeline.agentic.agentic_actor_pg_worker": "roll.pipeline.agentic.agentic_actor_worker",
+}
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Answers `import OLD` with the module at the new path, which is loaded once under both names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(MOVED[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has just given the module the spec of its old name; reloading and
+        # pickling want that of the file.
+        spec = module.__spec__
+        assert spec is not None
+        module.__spec__ = spec.loader_state
+
+
+def install() -> None:
+    """Make the old paths importable; asked for by `roll/__init__.py`, once."""
+    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Moved())
