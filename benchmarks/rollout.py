@@ -19,7 +19,7 @@ from roll.models.tiny import character_tokenizer
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest
 from roll.pipeline.agentic.rollout_scheduler import RolloutScheduler
-from roll.pipeline.agentic.trajectory import collate, trajectory_row
+from roll.rollout.collate import collate
 
 
 class InstantProxy(BaseLLMProxy):
@@ -61,7 +61,7 @@ def measure(num_envs: int, turns: int, env_type: str) -> tuple[float, dict[str, 
         started = time.perf_counter()
         rollout = scheduler.rollout(1, num_envs)
         played = time.perf_counter() - started
-        batch = collate([trajectory_row(item) for item in rollout.trajectories], 0)
+        batch = collate(rollout.trajectories, 0)
         total = time.perf_counter() - started
         scheduler.close()
     num_turns = sum(len(item.turns) for item in rollout.trajectories)

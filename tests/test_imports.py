@@ -24,9 +24,10 @@ LAYERS = {
     "roll.models": 2,
     "roll.engines": 2,
     "roll.viewer": 2,
-    "roll.pipeline": 3,
-    "roll.commands": 4,
-    "roll.cli": 5,
+    "roll.rollout": 3,
+    "roll.pipeline": 4,
+    "roll.commands": 5,
+    "roll.cli": 6,
 }
 
 # Packages that import no other part of roll than these.

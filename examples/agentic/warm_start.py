@@ -22,11 +22,10 @@ from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.models.tiny import ASCII, make_tiny_model
 from roll.ops.log_probs import next_token_log_probs
 from roll.pipeline.agentic.agentic_config import AgenticConfig
-from roll.pipeline.agentic.group_filter import rows_of
 from roll.pipeline.agentic.llm_proxy import create_llm_proxy
 from roll.pipeline.agentic.rollout_scheduler import RolloutScheduler
-from roll.pipeline.agentic.trajectory import collate
 from roll.pipeline.registry import load_config
+from roll.rollout.collate import collate
 
 # A message is <|im_start|>text, an answer >text<|im_end|>: short, because every character is a token.
 CHAT_TEMPLATE = (
@@ -57,10 +56,7 @@ def random_play(config: AgenticConfig, rounds: int) -> Iterator[DataProto]:
         )
         for number in range(rounds):
             played = scheduler.rollout(number, config.rollout_batch_size).trajectories
-            rows = [
-                row for trajectory in played for row in rows_of(trajectory, config.rows_are_turns)
-            ]
-            yield collate(rows, tokenizer.pad_token_id)
+            yield collate(played, tokenizer.pad_token_id, per_turn=config.rows_are_turns)
         scheduler.close()
 
 

@@ -18,10 +18,9 @@ from roll.pipeline.agentic.data_metrics import (
     validation_metrics,
     validation_summary,
 )
-from roll.pipeline.agentic.group_filter import GroupFilter, make_filter, rows_of
+from roll.pipeline.agentic.group_filter import GroupFilter, make_filter
 from roll.pipeline.agentic.llm_proxy import create_llm_proxy
 from roll.pipeline.agentic.rollout_scheduler import Rollout, RolloutScheduler
-from roll.pipeline.agentic.trajectory import collate
 from roll.pipeline.agentic.utils import (
     agentic_compute_advantage,
     compute_discounted_returns,
@@ -31,6 +30,7 @@ from roll.pipeline.agentic.utils import (
 from roll.pipeline.mini_batches import NUM_STEPS
 from roll.pipeline.policy_pipeline import MAX_EMPTY_STEPS, PolicyPipeline
 from roll.pipeline.staleness import STALE
+from roll.rollout.collate import collate
 from roll.utils.functionals import compute_token_reward
 from roll.utils.rollout_log import DroppedSample
 
@@ -139,10 +139,7 @@ class AgenticPipeline(PolicyPipeline):
             self._watch_failures(rollout)
             if not rollout.trajectories:
                 return None, rollout
-            rows = [
-                row for item in rollout.trajectories for row in rows_of(item, config.rows_are_turns)
-            ]
-            batch = collate(rows, self.pad_token_id)
+            batch = collate(rollout.trajectories, self.pad_token_id, per_turn=config.rows_are_turns)
             self.dump_rollout(step, batch)
         self.metrics.add_metrics(compute_rollout_traj_metrics(batch))
         batch = compute_discounted_returns(batch, config.adv_estimator, config.step_reward_gamma)
@@ -212,12 +209,8 @@ class AgenticPipeline(PolicyPipeline):
         }
         if rollout.trajectories:
             metrics |= validation_metrics(rollout.trajectories)
-            rows = [
-                row
-                for item in rollout.trajectories
-                for row in rows_of(item, item.prompts_are_whole)
-            ]
-            self.log_samples(step, collate(rows, self.pad_token_id), split="val")
+            batch = collate(rollout.trajectories, self.pad_token_id, per_turn=None)
+            self.log_samples(step, batch, split="val")
         return metrics
 
     def close_sources(self) -> None:

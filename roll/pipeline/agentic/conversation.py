@@ -23,7 +23,7 @@ from roll.utils.logging import get_logger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from roll.pipeline.agentic.trajectory import Turn
+    from roll.rollout.types import Turn
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from roll.distributed.scheduler.protocol import DataProto
-from roll.pipeline.agentic.trajectory import Trajectory
+from roll.rollout.types import Trajectory
 
 
 def get_episode_scores(batch: DataProto) -> Tensor:

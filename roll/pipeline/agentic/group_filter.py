@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.group_queue import Filter
-from roll.pipeline.agentic.trajectory import Row, Trajectory, collate, step_rows, trajectory_row
+from roll.rollout.collate import collate
+from roll.rollout.types import Trajectory
 from roll.utils.import_utils import import_class
 
 if TYPE_CHECKING:
@@ -42,13 +43,8 @@ def make_filter(
 
     def drop(group_id: int, episode_id: int, trajectories: Sequence[Trajectory]) -> bool:
         rows = [
-            collate(rows_of(item, config.rows_are_turns), pad_token_id) for item in trajectories
+            collate([item], pad_token_id, per_turn=config.rows_are_turns) for item in trajectories
         ]
         return bool(group_filter.filter(group_id, episode_id, rows))
 
     return drop
-
-
-def rows_of(trajectory: Trajectory, rows_are_turns: bool) -> list[Row]:
-    """The rows that a trajectory becomes: one for each turn, or one."""
-    return step_rows(trajectory) if rows_are_turns else [trajectory_row(trajectory)]

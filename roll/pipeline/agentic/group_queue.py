@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from roll.pipeline.agentic.trajectory import Trajectory
+from roll.rollout.types import Trajectory
 
 MAX_REPLACEMENTS = 10  # episodes that may take the place of one that was dropped
 

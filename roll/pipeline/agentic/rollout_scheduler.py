@@ -24,8 +24,8 @@ from roll.pipeline.agentic.env_calls import LOST, EnvCall, EnvReply, EnvSpec
 from roll.pipeline.agentic.env_manager.base_env_manager import BaseEnvManager, EnvEntry
 from roll.pipeline.agentic.group_queue import Episode, Filter, GroupQueue, derive_seed
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest
-from roll.pipeline.agentic.trajectory import Trajectory
 from roll.pipeline.staleness import is_stale
+from roll.rollout.types import Trajectory
 from roll.utils.import_utils import import_class
 from roll.utils.logging import get_logger
 

@@ -7,7 +7,8 @@ from tiny_tokenizer import CHATML, bpe_tokenizer
 
 from roll.datasets.chat_template import get_chat_template
 from roll.pipeline.agentic.conversation import Conversation, DriftMonitor, first_difference
-from roll.pipeline.agentic.trajectory import Trajectory, Turn, collate, trajectory_row
+from roll.rollout.collate import collate
+from roll.rollout.types import Trajectory, Turn
 
 SYSTEM = {"role": "system", "content": "Answer 10 or 4."}
 ANSWERS = ["a 10", "add\n", " 4?", "=4 10", "10"]
@@ -58,7 +59,7 @@ def rendered(conversation, answers, *, system=SYSTEM):
 def test_five_turns(with_end, system):
     conversation = Conversation(get_chat_template("native", bpe_tokenizer()))
     messages, turns = play(conversation, with_end=with_end, system=system)
-    batch = collate([trajectory_row(Trajectory("t", "g", "Tag", 0, 0, turns))], pad_token_id=0)
+    batch = collate([Trajectory("t", "g", "Tag", 0, 0, turns)], pad_token_id=0)
     ids, mask = batch["input_ids"][0], batch["response_mask"][0].bool()
     # The mask is 1 exactly on the sampled tokens ...
     assert ids[mask].tolist() == [token for turn in turns for token in turn.response_ids]
@@ -83,9 +84,9 @@ def test_ids_are_those_of_sampling_not_of_tokenising_again():
     messages, turns = play(conversation)
     end = turns[0].response_ids[-1]
     turns[0] = Turn(turns[0].prompt_ids, [*apart, end], None)
-    row = trajectory_row(Trajectory("t", "g", "Tag", 0, 0, turns))
+    batch = collate([Trajectory("t", "g", "Tag", 0, 0, turns)], pad_token_id=0)
     start = len(turns[0].prompt_ids)
-    assert row.ids[start : start + 3] == [*apart, end]
+    assert batch["input_ids"][0, start : start + 3].tolist() == [*apart, end]
     assert DriftMonitor(conversation).check(messages, turns)  # the text is the same
 
 

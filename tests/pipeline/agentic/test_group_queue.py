@@ -1,7 +1,7 @@
 """Which trajectories make up a batch."""
 
 from roll.pipeline.agentic.group_queue import MAX_REPLACEMENTS, Episode, GroupQueue, derive_seed
-from roll.pipeline.agentic.trajectory import Trajectory
+from roll.rollout.types import Trajectory
 
 
 def episode(group_id=0, envs=(0, 1, 2), **options):

@@ -6,7 +6,7 @@ from agentic_setup import STEP, EchoProxy, env_config, scheduler_of
 
 from roll.engines.request import GenerationOutput
 from roll.models.tiny import character_tokenizer
-from roll.pipeline.agentic.trajectory import collate, trajectory_row
+from roll.rollout.collate import collate
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -164,7 +164,7 @@ def test_an_episode_that_outgrows_the_sequence_ends_with_what_it_has():
         rollout = scheduler.rollout(0, 4)
     (played, *_) = rollout.trajectories
     assert played.stop_reason == "max_length" and 1 <= len(played.turns) < 50
-    batch = collate([trajectory_row(played)], 0)
+    batch = collate([played], 0)
     assert batch["input_ids"].shape[1] <= 100 and float(batch["scores"].sum()) == played.score > 0
 
 

@@ -24,7 +24,7 @@ from roll.engines.request import GenerationOutput, GenerationRequest, SamplingPa
 from roll.pipeline.agentic.agentic_config import EnvTemplate
 from roll.pipeline.agentic.conversation import Conversation
 from roll.pipeline.agentic.env_calls import EnvReply
-from roll.pipeline.agentic.trajectory import Trajectory, Turn, state_hash
+from roll.rollout.types import Trajectory, Turn, state_hash
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _AGGREGATIONS: dict[str, Any] = {

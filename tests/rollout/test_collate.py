@@ -8,19 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.pipeline.agentic.trajectory import (
-    Trajectory,
-    Turn,
-    collate,
-    state_hash,
-    step_rows,
-    trajectory_row,
-)
 from roll.pipeline.agentic.utils import (
     build_state_group,
     compute_discounted_returns,
     compute_response_level_rewards,
 )
+from roll.rollout.collate import collate
+from roll.rollout.types import Trajectory, Turn, state_hash
 from roll.utils.functionals import expand_to_token_level
 
 
@@ -37,7 +31,7 @@ def test_a_trajectory_is_one_row():
     played = trajectory(
         turn([5, 6], [8, 9], 0.5, policy_version=3), turn([7], [4], 1.0, policy_version=2)
     )
-    batch = collate([trajectory_row(played)], pad_token_id=0)
+    batch = collate([played], pad_token_id=0)
     assert batch["input_ids"].tolist() == [[5, 6, 8, 9, 7, 4]]
     assert batch["response_mask"].tolist() == [[0, 0, 1, 1, 0, 1]]
     assert batch["prompt_mask"].tolist() == [[1, 1, 0, 0, 0, 0]]
@@ -61,7 +55,7 @@ def test_rows_of_different_length_are_padded_on_the_right():
         trajectory(turn([5, 6], [8, 9]), turn([7], [4])),
         trajectory(turn([3], [2], 1.0), traj_id="g_1"),
     )
-    batch = collate([trajectory_row(long), trajectory_row(short)], pad_token_id=77)
+    batch = collate([long, short], pad_token_id=77)
     assert batch["input_ids"][1].tolist() == [3, 2, 77, 77, 77, 77]
     assert batch["attention_mask"].sum(1).tolist() == [6, 2]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 5]
@@ -73,7 +67,7 @@ def test_a_trailing_observation_does_not_swallow_the_reward():
     played = trajectory(
         turn([5], [8], 1.0), turn([7, 7, 7], [])
     )  # the last prompt was never answered
-    batch = collate([trajectory_row(played)], pad_token_id=0)
+    batch = collate([played], pad_token_id=0)
     assert batch["response_mask"].tolist() == [[0, 1, 0, 0, 0]]
     assert batch["scores"].tolist() == [[0, 1, 0, 0, 0]]
     batch["response_level_rewards"] = torch.tensor([2.0])
@@ -82,7 +76,7 @@ def test_a_trailing_observation_does_not_swallow_the_reward():
 
 def test_step_rows_of_a_conversation_have_all_that_came_before():
     played = trajectory(turn([5, 6], [8, 9], 0.5, state="a"), turn([7], [4], 1.0, state="b"))
-    batch = collate(step_rows(played), pad_token_id=0)
+    batch = collate([played], 0, per_turn=True)
     assert batch["input_ids"].tolist() == [[5, 6, 8, 9, 0, 0], [5, 6, 8, 9, 7, 4]]
     assert batch["response_mask"].tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
     assert batch["infer_logprobs"].tolist() == [[0, -8, -9, 0, 0], [0, 0, 0, 0, -4]]
@@ -93,22 +87,22 @@ def test_step_rows_of_a_conversation_have_all_that_came_before():
 
 def test_step_rows_with_prompts_of_their_own():
     played = trajectory(turn([5, 6], [8]), turn([1, 2, 3], [4]), prompts_are_whole=True)
-    batch = collate(step_rows(played), pad_token_id=0)
+    batch = collate([played], 0, per_turn=True)
     assert batch["input_ids"].tolist() == [[5, 6, 8, 0], [1, 2, 3, 4]]
     with pytest.raises(ValueError, match="TrajEnvManager"):
-        trajectory_row(played)
+        collate([played], 0)
 
 
 def test_an_empty_answer_keeps_its_row_and_its_reward():
     played = trajectory(turn([5], [8], 0.0), turn([6], [], -0.5), prompts_are_whole=True)
-    batch = compute_discounted_returns(collate(step_rows(played), 0), "gigpo", gamma=0.5)
+    batch = compute_discounted_returns(collate([played], 0, per_turn=True), "gigpo", gamma=0.5)
     assert batch["response_mask"].sum(1).tolist() == [1, 0]
     assert batch["step_rewards"].tolist() == [-0.25, -0.5]
     assert batch["scores"].sum().item() == 0.0
 
 
 def test_answers_without_log_probs():
-    batch = collate([trajectory_row(trajectory(turn([5], [8], log_probs=None)))], 0)
+    batch = collate([trajectory(turn([5], [8], log_probs=None))], 0)
     assert "infer_logprobs" not in batch
     with pytest.raises(ValueError, match="2 response tokens with 1"):
         Turn([1], [2, 3], [-0.1])
@@ -121,7 +115,7 @@ def test_equal_states_of_different_groups_stay_apart():
     hashed = state_hash("the same grid")
     first = trajectory(turn([5], [8], 1.0, state=hashed), traj_id="a_0", group="a")
     second = trajectory(turn([5], [9], 0.0, state=hashed), traj_id="b_0", group="b")
-    batch = build_state_group(collate([*step_rows(first), *step_rows(second)], 0))
+    batch = build_state_group(collate([first, second], 0, per_turn=True))
     assert batch["state_group_id"][0] != batch["state_group_id"][1]
 
 
@@ -137,7 +131,7 @@ def test_gigpo_from_turns():
 
     won = trajectory(turn([5], [8], 0.0, state="s"), turn([6], [8], 1.0, state="t"), traj_id="g_0")
     lost = trajectory(turn([5], [9], 0.0, state="s"), traj_id="g_1")
-    batch = collate([*step_rows(won), *step_rows(lost)], 0)
+    batch = collate([won, lost], 0, per_turn=True)
     batch = compute_discounted_returns(batch, "gigpo", gamma=0.5)
     batch, _ = compute_response_level_rewards(batch, Config)
     # episode: scores 1, 1, 0 minus their mean 2/3; step: returns 0.5 and 0 in state s (mean 0.25), 1 alone in t
@@ -160,7 +154,7 @@ def test_gigpo_from_turns():
 )
 def test_rows_say_what_the_turns_said(parts):
     played = trajectory(*(turn(prompt, response, reward) for prompt, response, reward in parts))
-    whole = collate([trajectory_row(played)], 0)
+    whole = collate([played], 0)
     ids, mask = whole["input_ids"][0], whole["response_mask"][0].bool()
     assert ids.tolist() == [
         token for prompt, response, _ in parts for token in (*prompt, *response)
@@ -169,7 +163,7 @@ def test_rows_say_what_the_turns_said(parts):
     assert math.isclose(
         float(whole["scores"].sum()), sum(reward for *_, reward in parts), abs_tol=1e-5
     )
-    steps = collate(step_rows(played), 0)
+    steps = collate([played], 0, per_turn=True)
     assert [
         row[on.bool()].tolist()
         for row, on in zip(steps["input_ids"], steps["response_mask"], strict=True)
