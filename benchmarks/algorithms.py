@@ -118,8 +118,8 @@ LOOPS: dict[str, Callable[[Problem], Tensor | tuple[Tensor, Tensor]]] = {
 
 
 def ours() -> dict[str, Callable[[Problem], Tensor | tuple[Tensor, Tensor]]]:
+    from roll.algorithms.advantages import discounted_returns, gae, turn_discounted_returns
     from roll.algorithms.masking import segment_masked_mean
-    from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 
     return {
         "discounted returns": lambda p: discounted_returns(p.rewards, p.mask, GAMMA),

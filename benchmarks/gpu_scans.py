@@ -15,9 +15,9 @@ from gpu_harness import Bound, Row, Turns, Way, copy_bandwidth, measure, relativ
 from torch import Tensor
 
 from roll.algorithms import policy_loss as policy_loss_module
+from roll.algorithms.advantages import discounted_returns, gae
 from roll.algorithms.masking import segment_masked_mean
 from roll.algorithms.policy_loss import PPOClip, policy_loss
-from roll.algorithms.returns import discounted_returns, gae
 from roll.ops import reverse_scan, segment_mean
 from roll.pipeline.loss_io import policy_metrics
 from roll.utils.metrics.deferred import DeferredMetrics, read_together

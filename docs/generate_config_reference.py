@@ -121,7 +121,7 @@ def _section(title: str, text: str, fields: Mapping[str, FieldInfo]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{key}` | {_type(field.annotation)} | {_default(key, field)} | {_effect(field)} | {_meaning(field)} |"
+        f"| `{key}` | {_choices(field)} | {_default(key, field)} | {_effect(field)} | {_meaning(field)} |"
         for key, field in fields.items()
     ]
     return "\n".join(lines)
@@ -129,6 +129,14 @@ def _section(title: str, text: str, fields: Mapping[str, FieldInfo]) -> str:
 
 def _first_paragraph(cls: type) -> str:
     return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+
+
+def _choices(field: FieldInfo) -> str:
+    """The type of a field; for names that a dotted path may replace, the names."""
+    if not field.examples:
+        return _type(field.annotation)
+    names = ", ".join(f"`{name}`" for name in field.examples)
+    return f"{names} or a dotted path"
 
 
 def _type(annotation: Any) -> str:

@@ -1,62 +1,18 @@
-"""Advantage estimators: named combinations of a reward normalisation, a return, and whitening."""
+"""Token-level rewards to returns and advantages.
+
+All recurrences run over the valid tokens of a row: t' is the next token whose mask is set, and what
+lies between, observation or padding, neither discounts nor contributes. Results are 0 where masked
+and carry no gradient. Tensors are (B, T).
+"""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from roll.algorithms.masking import masked_whiten, select
-from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
+from roll.algorithms.estimators import get_estimator
+from roll.algorithms.masking import check_mask, masked_whiten, select
 from roll.algorithms.rewards import check_clip, clip_symmetric
-
-
-@dataclass(frozen=True)
-class RewardNorm:
-    """What the mean and the standard deviation of response-level rewards are taken over; see `normalize_rewards`."""
-
-    mean: str | None
-    std: str | None
-
-
-@dataclass(frozen=True)
-class AdvantageEstimator:
-    """What an estimator's name stands for."""
-
-    returns: Literal["gae", "token", "turn"]
-    """Recurrence over tokens: with a value function, discounted per token, or discounted per turn."""
-    reward_norm: RewardNorm | None = None
-    """Normalisation of response-level rewards that defines the estimator; None leaves it to the configuration."""
-    whiten_advantages: bool = False
-    """Whitening over the batch is part of the estimator."""
-
-
-ADVANTAGE_ESTIMATORS = {
-    "gae": AdvantageEstimator("gae"),
-    "reinforce": AdvantageEstimator("token"),
-    "grpo": AdvantageEstimator("token", RewardNorm("group", "group")),
-    # Dividing by the group's standard deviation favours questions that are nearly always or never solved; Dr. GRPO
-    # (arXiv:2503.20783) leaves it out. Its other half is loss_agg_mode seq-mean-token-sum-norm.
-    "dr_grpo": AdvantageEstimator("token", RewardNorm("group", None)),
-    "rloo": AdvantageEstimator("token", RewardNorm("leave_one_out", None)),
-    # REINFORCE++ (arXiv:2501.03262): no baseline per prompt, the batch is the baseline.
-    "reinforce_plus_plus": AdvantageEstimator("token", whiten_advantages=True),
-    "reinforce_plus_plus_baseline": AdvantageEstimator(
-        "token", RewardNorm("group", None), whiten_advantages=True
-    ),
-    # The rewards of these three are per step or per turn and come from roll.pipeline.agentic.utils.
-    "gigpo": AdvantageEstimator("token"),
-    "step_reinforce": AdvantageEstimator("token"),
-    "agentic_reinforce": AdvantageEstimator("turn"),
-}
-
-
-def get_estimator(name: str) -> AdvantageEstimator:
-    """The estimator called `name`; ValueError with the known names otherwise."""
-    if name not in ADVANTAGE_ESTIMATORS:
-        raise ValueError(
-            f"unknown adv_estimator {name!r}; known: {', '.join(ADVANTAGE_ESTIMATORS)}"
-        )
-    return ADVANTAGE_ESTIMATORS[name]
+from roll.ops.reverse_scan import advantage_scan, reverse_scan, reverse_scan_runs
 
 
 @dataclass(frozen=True)
@@ -85,26 +41,65 @@ def compute_advantages(
     whiten_advantages: bool = False,
     clip: float | None = None,
 ) -> Advantages:
-    """Token-level rewards to advantages and returns. `rewards`, `mask`, `values`: (B, T); `values` for `gae` only.
+    """Advantages and returns by the estimator of that name; `values` if it needs them.
 
-    Whitening is over all valid tokens of the batch and is skipped for fewer than two. Whitening rewards also centres
-    them, so that tokens without a reward get a negative one: with a single reward at the end, long responses lose.
+    Whitening is over all valid tokens of the batch and is skipped for fewer than two. Whitening
+    rewards also centres them, so that tokens without a reward get a negative one: with a single
+    reward at the end, long responses lose.
     """
-    preset = get_estimator(estimator)
+    rule = get_estimator(estimator)
     check_clip(clip, "advantage_clip")
+    if rule.needs_values and values is None:
+        raise ValueError(f"adv_estimator {estimator!r} needs values")
     rewards = masked_whiten(rewards, mask) if whiten_rewards else select(rewards, mask)
-    if preset.returns == "gae":
-        if values is None:
-            raise ValueError(f"adv_estimator {estimator!r} needs values")
-        raw, returns = gae(rewards, values, mask, gamma, lam)
-    elif preset.returns == "turn":
-        raw = turn_discounted_returns(rewards, mask, gamma)
-        returns = raw.clone()  # no two results share memory
+    raw, returns = rule.advantages(rewards, mask, values, gamma, lam)
+    if whiten_advantages or rule.whiten_advantages:
+        advantages = masked_whiten(raw, mask)
     else:
-        raw = discounted_returns(rewards, mask, gamma)
-        returns = raw.clone()
-    advantages = (
-        masked_whiten(raw, mask) if whiten_advantages or preset.whiten_advantages else raw.clone()
-    )
+        advantages = raw.clone()
     advantages, clip_frac = clip_symmetric(advantages, clip, mask)
     return Advantages(advantages, returns, raw, rewards, clip_frac)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """R[t] = r[t] + gamma * R[t'].
+
+    Example: rewards [[1, 2, 9, 4]], mask [[1, 1, 0, 1]], gamma 0.5 -> [[3, 4, 0, 4]].
+    """
+    check_mask(rewards, mask, "rewards")
+    _check_discount(gamma, "gamma")
+    return reverse_scan(rewards, mask.bool(), float(gamma))
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv:1506.02438): (advantages, returns).
+
+        delta[t] = r[t] + gamma * V[t'] - V[t],  A[t] = delta[t] + gamma * lam * A[t'],  R[t] = A[t] + V[t]
+
+    V and A are 0 after the last valid token. Example: rewards [[0, 0, 1]], values 0,
+    gamma = lam = 1 -> A [[1, 1, 1]].
+    """
+    check_mask(rewards, mask, "rewards")
+    check_mask(values, mask, "values")
+    _check_discount(gamma, "gamma")
+    _check_discount(lam, "lambd")
+    return advantage_scan(rewards, values, mask.bool(), float(gamma), float(lam))
+
+
+def turn_discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Discount per turn: every token of turn k gets rho[k] + gamma * R[k + 1].
+
+    A turn is a contiguous run of the mask and its reward rho the sum over its tokens, so per-token
+    penalties count wherever in the turn they fall. Example: rewards [[1, 2, 9, 4]],
+    mask [[1, 1, 0, 1]], gamma 0.5 -> [[5, 5, 0, 4]].
+    """
+    check_mask(rewards, mask, "rewards")
+    _check_discount(gamma, "gamma")
+    return reverse_scan_runs(rewards, mask.bool(), float(gamma))
+
+
+def _check_discount(value: float, name: str) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name}={value} must lie in [0, 1]")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from roll.algorithms.estimators import ESTIMATORS, Estimator, RewardNorm, get_estimator
 from roll.configs.batch_plan import BatchPlan
 from roll.configs.config_model import (
     UNUSED_IN_ROLL,
@@ -21,7 +22,7 @@ from roll.configs.config_model import (
 from roll.configs.generating_args import GeneratingArguments
 from roll.configs.option_groups import TrainInferCorrectionConfig
 from roll.configs.pipeline_config import BaseConfig
-from roll.configs.problems import Problem, wrong
+from roll.configs.problems import ConfigProblems, Problem, did_you_mean, wrong
 from roll.configs.worker_config import (
     GENERATE_STRATEGIES,
     INFER_STRATEGIES,
@@ -31,13 +32,6 @@ from roll.configs.worker_config import (
 )
 
 ASYNC_CONCURRENCY = 1000  # Ray's own default for workers with async methods
-# Mean and standard deviation of rewards, of estimators that are defined by them; a test compares roll.algorithms.
-ESTIMATOR_NORMS: dict[str, tuple[str, str | None]] = {
-    "grpo": ("group", "group"),
-    "rloo": ("leave_one_out", None),
-    "dr_grpo": ("group", None),
-    "reinforce_plus_plus_baseline": ("group", None),
-}
 
 
 class PPOConfig(BaseConfig):
@@ -175,19 +169,8 @@ class PPOConfig(BaseConfig):
     advantage_clip: Positive | None = None
     """Advantages are clipped to plus and minus this; null does not clip."""
 
-    adv_estimator: Literal[
-        "gae",
-        "reinforce",
-        "grpo",
-        "gigpo",
-        "step_reinforce",
-        "agentic_reinforce",
-        "rloo",
-        "dr_grpo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-    ] = "gae"
-    """How rewards become advantages."""
+    adv_estimator: str = Field("gae", examples=list(ESTIMATORS))
+    """How rewards become advantages: one of these names, or the dotted path of an `Estimator` of your own."""
 
     lambd: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
@@ -245,6 +228,17 @@ class PPOConfig(BaseConfig):
             )
         return value
 
+    @field_validator("adv_estimator")
+    @classmethod
+    def _known_estimator(cls, value: str) -> str:
+        try:
+            get_estimator(value)
+        except ValueError as error:
+            expected = f"the dotted path of an Estimator, or one of {', '.join(ESTIMATORS)}"
+            fix = str(error.__cause__ or "") or did_you_mean(value, ESTIMATORS)
+            raise ConfigProblems([wrong("", value, expected, fix)]) from None
+        return value
+
     def _settle_roles(self) -> None:
         super()._settle_roles()
         infer = self.actor_infer
@@ -270,11 +264,7 @@ class PPOConfig(BaseConfig):
             self.rollout_batch_size * self.samples_per_prompt // self.actor_train.dp_size
         )
         several_steps = rows_per_rank // self.actor_train.rows_per_optimizer_step > 1
-        needed = (
-            self.adv_estimator in ("step_reinforce", "gigpo")
-            or several_steps
-            or self.init_kl_coef > 0
-        )
+        needed = self.estimator.rows_are_turns or several_steps or self.init_kl_coef > 0
         # With async_pipeline the policy that samples is not the one that is trained, so the loss needs both.
         return needed or self.async_pipeline or self.enable_old_logprobs_recompute
 
@@ -300,13 +290,11 @@ class PPOConfig(BaseConfig):
         return [*super().cautions(), *self._norm_cautions(), *self._ratio_cautions()]
 
     def _norm_cautions(self) -> list[str]:
-        norms = ESTIMATOR_NORMS.get(self.adv_estimator)
+        norms = self.estimator.reward_norm
         written = {"norm_mean_type": self.norm_mean_type, "norm_std_type": self.norm_std_type}
         return [] if norms is None else self._overridden_norms(written, norms)
 
-    def _overridden_norms(
-        self, written: Mapping[str, str | None], norms: tuple[str, str | None]
-    ) -> list[str]:
+    def _overridden_norms(self, written: Mapping[str, str | None], norms: RewardNorm) -> list[str]:
         """One sentence about the keys that ask for another normalisation of rewards than the estimator's own."""
         pairs = zip(written.items(), norms, strict=True)
         keys = [f"{key}: {value}" for (key, value), norm in pairs if value not in (None, norm)]
@@ -318,9 +306,7 @@ class PPOConfig(BaseConfig):
         """A ratio that tokens share passes on the mean of their advantages, which is news where they differ."""
         key = "ratio_type" if "ratio_type" in type(self).model_fields else "importance_sampling"
         scope = getattr(self, key, "token")
-        by_turn = (
-            scope == "segment" and self.adv_estimator == "agentic_reinforce"
-        )  # one advantage for each turn
+        by_turn = scope == "segment" and self.estimator.turn_advantages
         if (
             scope not in ("seq", "segment")
             or by_turn
@@ -328,7 +314,7 @@ class PPOConfig(BaseConfig):
         ):
             return []
         differ = {
-            "adv_estimator: gae": self.adv_estimator == "gae",
+            f"adv_estimator: {self.adv_estimator}": self.estimator.needs_values,
             f"add_token_level_kl: true with init_kl_coef: {self.init_kl_coef:g}": (
                 self.add_token_level_kl and self.init_kl_coef > 0
             ),
@@ -355,7 +341,7 @@ class PPOConfig(BaseConfig):
         unused = set()
         if not self.enable_reference or self.actor_train.model_args.is_lora:
             unused.add("reference")
-        if self.adv_estimator != "gae":
+        if not self.estimator.needs_values:
             unused.add("critic")
         used = ("actor_train", "reference", "critic") if self.is_replay else self.all_roles()
         return {
@@ -394,6 +380,7 @@ class PPOConfig(BaseConfig):
 
     def idle_keys(self) -> dict[str, str]:
         idle = super().idle_keys()
+        no_critic = f"adv_estimator {self.adv_estimator} has no critic"
         switches: dict[str, tuple[str, bool]] = {
             "pg_clip_low": ("use_pg_clip_range is off", self.use_pg_clip_range),
             "pg_clip_high": ("use_pg_clip_range is off", self.use_pg_clip_range),
@@ -401,9 +388,9 @@ class PPOConfig(BaseConfig):
             "kl_loss_coef": ("use_kl_loss is off", self.use_kl_loss),
             "target_kl": ("add_token_level_kl is off", self.add_token_level_kl),
             "kl_horizon": ("target_kl is null", self.target_kl is not None),
-            "lambd": ("adv_estimator is not gae", self.adv_estimator == "gae"),
-            "value_clip": ("adv_estimator is not gae", self.adv_estimator == "gae"),
-            "critic_warmup": ("adv_estimator is not gae", self.adv_estimator == "gae"),
+            "lambd": (no_critic, self.estimator.needs_values),
+            "value_clip": (no_critic, self.estimator.needs_values),
+            "critic_warmup": (no_critic, self.estimator.needs_values),
         }
         idle |= {
             key: why
@@ -417,6 +404,10 @@ class PPOConfig(BaseConfig):
             if of_variant and is_changed and not key.startswith(variant):
                 idle[f"actor_train.{key}"] = f"pg_variant is {variant}"
         return idle
+
+    @property
+    def estimator(self) -> Estimator:
+        return get_estimator(self.adv_estimator)
 
     @property
     def execution_backend(self) -> Literal["local", "ray"]:

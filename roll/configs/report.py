@@ -11,7 +11,7 @@ from roll.configs.config_model import plain_values
 from roll.configs.loader import LoadedConfig
 from roll.configs.memory import MemoryEstimate
 from roll.configs.pipeline_config import BaseConfig
-from roll.configs.ppo_config import ESTIMATOR_NORMS
+from roll.configs.ppo_config import PPOConfig
 
 _UNITS = {"dpo": "pairs", "rlvr": "prompts", "agentic": "trajectories", "sft": "rows"}
 
@@ -162,9 +162,9 @@ def _remarks(config: BaseConfig) -> list[str]:
             remarks.append(
                 f"{name}: max_model_len {limit} cuts sequences short of sequence_length {config.sequence_length}"
             )
-    estimator = getattr(config, "adv_estimator", None)
-    if estimator in ESTIMATOR_NORMS and getattr(config, "num_return_sequences_in_group", 2) == 1:
+    group_size = getattr(config, "num_return_sequences_in_group", 2)
+    if isinstance(config, PPOConfig) and config.estimator.compares_group and group_size == 1:
         remarks.append(
-            f"{estimator} compares the samples of a prompt, and there is one: every advantage will be 0"
+            f"{config.adv_estimator} compares the samples of a prompt, and there is one: every advantage will be 0"
         )
     return remarks

@@ -35,7 +35,7 @@ def tile_shape(width: int) -> dict[str, int]:
 def discounted_sums(
     rewards_BT: Tensor, values_BT: Tensor | None, mask_BT: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor | None, Tensor]:
-    """(advantages, returns) of `roll.algorithms.returns.gae`; without values (None, discounted returns), lam being 1.
+    """(advantages, returns) of `roll.algorithms.advantages.gae`; without values (None, discounted returns), lam being 1.
 
     With E[t] = gamma V[t] + gamma lam A[t], both come from one recurrence: A[t] = r[t] - V[t] + E[t'], and
     E[t] = gamma lam r[t] + gamma (1 - lam) V[t] + gamma lam E[t'].

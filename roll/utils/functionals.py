@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from roll.algorithms import rewards as reward_math
-from roll.algorithms.advantages import RewardNorm, compute_advantages, get_estimator
+from roll.algorithms.advantages import compute_advantages, discounted_returns, gae
 from roll.algorithms.aggregation import Count, aggregate_loss
+from roll.algorithms.estimators import RewardNorm, get_estimator
 from roll.algorithms.kl import approx_kl
 from roll.algorithms.masking import (
     check_finite,
@@ -37,7 +38,6 @@ from roll.algorithms.masking import (
     response_level_masked_whiten,
     select,
 )
-from roll.algorithms.returns import discounted_returns, gae
 from roll.algorithms.rewards import RunningMoments
 from roll.exceptions import ConfigError
 from roll.ops.log_probs import entropy_from_logits, log_probs_from_logits
@@ -144,17 +144,21 @@ def reward_postprocess(
     rewards_B = column(data, "response_level_rewards")
     check_finite(rewards_B, name="response_level_rewards")
     limit = _reward_clip(pipeline_config)
-    norm = get_estimator(pipeline_config.adv_estimator).reward_norm
+    estimator = get_estimator(pipeline_config.adv_estimator)
+    norm = estimator.reward_norm
     if norm is None:
         norm = RewardNorm(pipeline_config.norm_mean_type, pipeline_config.norm_std_type)
-    by_group = norm.mean in ("group", "leave_one_out") or norm.std == "group"
+    by_group = estimator.compares_group or "group" in norm
     groups = row_groups(data, pipeline_config if by_group else None)
-    running = _running_moments(running_ctrl, data) if "running" in (norm.mean, norm.std) else None
-    if running is not None:
-        running.update(rewards_B)
-    normalized_B = reward_math.normalize_rewards(
-        rewards_B, mean=norm.mean, std=norm.std, groups=groups, running=running
-    )
+    if estimator.group_rewards is not None:
+        normalized_B = estimator.group_rewards(rewards_B, groups)
+    else:
+        running = _running_moments(running_ctrl, data) if "running" in norm else None
+        if running is not None:
+            running.update(rewards_B)
+        normalized_B = reward_math.normalize_rewards(
+            rewards_B, mean=norm.mean, std=norm.std, groups=groups, running=running
+        )
     normalized_B, clip_frac = reward_math.clip_symmetric(normalized_B, limit)
     metrics = {"critic/reward_clip_frac": clip_frac}
     if groups is not None:
@@ -398,7 +402,7 @@ def compute_advantage(
     check_finite(rewards_BT, mask_BT, "token_level_rewards")
     values_BT = None
     columns: dict[str, Tensor] = {}
-    if get_estimator(adv_estimator).returns == "gae":
+    if get_estimator(adv_estimator).needs_values:
         values_BT = column(data, "values", f"adv_estimator {adv_estimator!r}")
         check_finite(values_BT, mask_BT, "values")
         columns["values"] = select(values_BT, mask_BT)

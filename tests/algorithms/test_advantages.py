@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from loss_cases import GARBAGE, padded, poisoned, random_mask
 
 from roll.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    RewardNorm,
     compute_advantages,
-    get_estimator,
+    discounted_returns,
+    gae,
+    turn_discounted_returns,
 )
+from roll.algorithms.estimators import ESTIMATORS, Estimator, RewardNorm, get_estimator
 from roll.algorithms.masking import masked_whiten
-from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 
 R = torch.tensor([[0.0, 1.0, 9.0, 2.0], [0.0, -1.0, 0.0, 0.0]])
 V = torch.tensor([[0.5, 0.25, 9.0, 1.0], [0.0, 0.5, 0.0, 0.0]])
@@ -41,7 +41,7 @@ def run(estimator: str, **options):
 
 
 def test_the_names():
-    assert set(ADVANTAGE_ESTIMATORS) == {
+    assert set(ESTIMATORS) == {
         "gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce",
         "rloo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
     }  # fmt: skip
@@ -101,6 +101,26 @@ def test_unknown_estimators_list_the_known_ones():
         run("ppo")
 
 
+def test_an_estimator_of_one_s_own_is_named_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "my_estimators.py").write_text(
+        "from roll.algorithms.estimators import Estimator\n"
+        "def halved(rewards, mask, values, gamma, lam):\n"
+        "    return rewards / 2, rewards.clone()\n"
+        "half = Estimator(advantages=halved, whiten_advantages=False)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(get_estimator("my_estimators.half"), Estimator)
+    out = run("my_estimators.half")
+    assert out.advantages.tolist() == [[0, 0.5, 0, 1], [0, -0.5, 0, 0]]
+    assert out.returns.tolist() == [[0, 1, 0, 2], [0, -1, 0, 0]]
+    with pytest.raises(ValueError, match="known: gae.*cannot be imported: No module named"):
+        get_estimator("no_such_module.half")
+    with pytest.raises(ValueError, match="cannot be imported: .* has no attribute 'third'"):
+        get_estimator("my_estimators.third")
+    with pytest.raises(ValueError, match="it is a function, not an Estimator"):
+        get_estimator("my_estimators.halved")
+
+
 def test_whitening_rewards_comes_before_the_recurrence():
     out = run("reinforce", whiten_rewards=True)
     whitened = masked_whiten(R, MASK)
@@ -132,7 +152,7 @@ def test_results_do_not_share_memory():
     assert len(pointers) == 4
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_under_the_mask_changes_no_bit(name, garbage):
     mask = random_mask(2, empty_row=True)
@@ -155,7 +175,7 @@ def test_garbage_under_the_mask_changes_no_bit(name, garbage):
     assert all(other.clip_frac == runs[0].clip_frac for other in runs)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @given(
     seed=st.integers(0, 10_000),
     left=st.integers(0, 30),

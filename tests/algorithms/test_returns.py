@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loss_cases import GARBAGE, padded, poisoned, random_mask
 from torch import Tensor
 
-from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
+from roll.algorithms.advantages import discounted_returns, gae, turn_discounted_returns
 from roll.ops import segments
 
 R = torch.tensor([[1.0, 2.0, 9.0, 4.0]])

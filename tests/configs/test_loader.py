@@ -125,7 +125,7 @@ actor_train:
             "tracker_kwargs (no tracker of track_with takes op",
         ),
         ("rlvr", "kl_loss_coef: 0.1", "kl_loss_coef (use_kl_loss is off)"),
-        ("rlvr", "adv_estimator: grpo\nlambd: 0.5", "lambd (adv_estimator is not gae)"),
+        ("rlvr", "adv_estimator: grpo\nlambd: 0.5", "lambd (adv_estimator grpo has no critic)"),
         ("rlvr", "actor_train: {kimi15_tau: 3}", "actor_train.kimi15_tau (pg_variant is ppo)"),
         (
             "rlvr",

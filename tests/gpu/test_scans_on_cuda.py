@@ -16,6 +16,7 @@ from scan_checks import (
     random_rows,
 )
 
+from roll.algorithms.advantages import discounted_returns, gae, turn_discounted_returns
 from roll.algorithms.aggregation import AGGREGATION_MODES
 from roll.algorithms.policy_loss import (
     CISPO,
@@ -27,7 +28,6 @@ from roll.algorithms.policy_loss import (
     TruncatedIS,
     policy_loss,
 )
-from roll.algorithms.returns import discounted_returns, gae, turn_discounted_returns
 from roll.ops import triton_scans
 from roll.ops.segment_mean import segment_mean
 from roll.pipeline.loss_io import LossCounts, policy_metrics

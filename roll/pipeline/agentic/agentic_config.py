@@ -28,7 +28,6 @@ from roll.configs.config_model import (
     Whole,
 )
 from roll.configs.generating_args import GeneratingArguments
-from roll.configs.ppo_config import ESTIMATOR_NORMS
 from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
 from roll.configs.unsupported import NOT_BUILT_YET, UNSUPPORTED_CLASSES, UNSUPPORTED_ENVIRONMENTS
 from roll.configs.worker_config import WorkerConfig
@@ -427,7 +426,7 @@ class AgenticConfig(PPOConfig):
             found.append(
                 f"without effect: {', '.join(unread)}; agentic pipelines read reward_normalization"
             )
-        norms = None if self.adv_estimator == "grpo" else ESTIMATOR_NORMS.get(self.adv_estimator)
+        norms = self.estimator.trajectory_norm()
         if norms is not None:
             types = {"norm_mean_type": norm.norm_mean_type, "norm_std_type": norm.norm_std_type}
             found += self._overridden_norms(
@@ -577,7 +576,7 @@ class AgenticConfig(PPOConfig):
     @property
     def rows_are_turns(self) -> bool:
         """True for the estimators that need it, and for environment managers whose prompts stand alone."""
-        if self.adv_estimator in ("gigpo", "step_reinforce"):
+        if self.estimator.rows_are_turns:
             return True
         managers = [
             self.custom_envs.get(tag, {}).get("env_manager_cls")

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import get_estimator
+from roll.algorithms.advantages import discounted_returns, turn_discounted_returns
+from roll.algorithms.estimators import get_estimator
 from roll.algorithms.masking import check_finite, segment_masked_mean
-from roll.algorithms.returns import discounted_returns, turn_discounted_returns
 from roll.algorithms.rewards import (
     check_clip,
     clip_symmetric,
@@ -41,18 +41,16 @@ __all__ = [
     "get_agentic_response_level_mask",
 ]
 
-STEP_ESTIMATORS = ("gigpo", "step_reinforce")
-
 
 @torch.no_grad()
 def compute_discounted_returns(
     batch: DataProto, adv_estimator: str, gamma: float = 1.0
 ) -> DataProto:
-    """For `gigpo` and `step_reinforce`, write `step_rewards` (B,): G_k = step_score_k + gamma G_{k+1} in a trajectory.
+    """For estimators of turns (GiGPO, step-wise REINFORCE), write `step_rewards` (B,): G_k = step_score_k + gamma G_{k+1} in a trajectory.
 
     Rows may come in any order; `step` orders the rows with the same `traj_id`. Other estimators: the batch as it is.
     """
-    if adv_estimator not in STEP_ESTIMATORS:
+    if not get_estimator(adv_estimator).rows_are_turns:
         return batch
     scores_B = _float_column(batch, "step_scores")
     trajectory_B = group_index(len(batch), ids=_labels(batch, "traj_id"))
@@ -124,11 +122,10 @@ def compute_response_level_rewards(
     dr_grpo, reinforce_plus_plus_baseline) it is theirs, over `traj_group_id` unless another grouping is configured.
     """
     check_clip(pipeline_config.reward_clip, "reward_clip")
-    estimator = pipeline_config.adv_estimator
-    get_estimator(estimator)
+    estimator = get_estimator(pipeline_config.adv_estimator)
     norm = pipeline_config.reward_normalization
     columns: dict[str, Tensor] = {}
-    if estimator == "gigpo":
+    if estimator.adds_episode_reward:
         batch = build_state_group(batch)
         episode_scores_B = scores_B = _float_column(batch, "episode_scores")
         groups = _group_of(batch, norm.grouping)
@@ -143,19 +140,18 @@ def compute_response_level_rewards(
         columns = {"episode_rewards_norm": episode_B, "step_rewards_norm": step_B}
     else:
         scores_B = (
-            _float_column(batch, "step_rewards")
-            if estimator == "step_reinforce"
-            else _score_sums(batch)
+            _float_column(batch, "step_rewards") if estimator.rows_are_turns else _score_sums(batch)
         )
-        preset = None if estimator == "grpo" else get_estimator(estimator).reward_norm
-        if preset is None:
-            groups = _group_of(batch, norm.grouping)
-            rewards_B = _normalize(scores_B, groups, norm)
-        else:
-            groups = _group_of(
-                batch, norm.grouping if norm.grouping != "batch" else "traj_group_id"
-            )
+        preset, rule = estimator.trajectory_norm(), estimator.group_rewards
+        by_group = preset is not None or rule is not None
+        grouping = "traj_group_id" if by_group and norm.grouping == "batch" else norm.grouping
+        groups = _group_of(batch, grouping)
+        if rule is not None:
+            rewards_B = rule(scores_B, groups)
+        elif preset is not None:
             rewards_B = normalize_rewards(scores_B, mean=preset.mean, std=preset.std, groups=groups)
+        else:
+            rewards_B = _normalize(scores_B, groups, norm)
     rewards_B, clip_frac = clip_symmetric(rewards_B, pipeline_config.reward_clip or None)
     metrics = {
         "critic/reward_clip_frac": clip_frac,
