@@ -76,7 +76,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438): (advantages, returns).
 
-        delta[t] = r[t] + gamma * V[t'] - V[t],  A[t] = delta[t] + gamma * lam * A[t'],  R[t] = A[t] + V[t]
+        delta[t] = r[t] + gamma * V[t'] - V[t]
+        A[t] = delta[t] + gamma * lam * A[t'],  R[t] = A[t] + V[t]
 
     V and A are 0 after the last valid token. Example: rewards [[0, 0, 1]], values 0,
     gamma = lam = 1 -> A [[1, 1, 1]].

@@ -1,8 +1,8 @@
 """Advantage estimators: how rewards become advantages. The only place that knows them by name.
 
-`adv_estimator` in a config is a key of ESTIMATORS or the dotted path of an `Estimator` in a module of
-your own (docs/custom-estimator.md). Everything else asks the object for its properties. Configs ask it
-too, so this module imports no torch.
+`adv_estimator` in a config is a key of ESTIMATORS or the dotted path of an `Estimator` in a module
+of your own (docs/custom-estimator.md). All other modules ask the object for its properties. Configs
+do too, so this one imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RewardNorm(NamedTuple):
-    """What the mean and the standard deviation of rewards are taken over; see `normalize_rewards`."""
+    """What mean and standard deviation of rewards are taken over; see `normalize_rewards`."""
 
     mean: str | None
     std: str | None
@@ -58,11 +58,11 @@ class Estimator:
     """What an estimator does and what it needs. All tensors of tokens are (B, T)."""
 
     advantages: Callable[..., tuple[Tensor, Tensor]] = token_returns
-    """(rewards_BT, mask_BT, values_BT, gamma, lam) -> (advantages_BT, returns_BT), 0 where masked."""
+    """(rewards_BT, mask_BT, values_BT, gamma, lam) -> (advantages_BT, returns_BT)."""
     reward_norm: RewardNorm | None = None
-    """Normalisation of response-level rewards that defines the estimator; None leaves it to the config."""
+    """Normalisation of the responses' rewards; None leaves it to the config."""
     group_rewards: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(rewards_B, groups_B) -> rewards_B, a rule that `reward_norm` has no words for; it replaces it."""
+    """(rewards_B, groups_B) -> rewards_B: a rule that `reward_norm` cannot say; it replaces it."""
     needs_values: bool = False
     """A critic is trained, and its values are given to `advantages`."""
     whiten_advantages: bool = False
@@ -70,12 +70,12 @@ class Estimator:
     turn_advantages: bool = False
     """All tokens of a turn have one advantage."""
     rows_are_turns: bool = False
-    """A row of an environment's batch is one turn, with the discounted `step_rewards` as its reward."""
+    """A row of an environment is one turn, with the discounted `step_rewards` as its reward."""
     adds_episode_reward: bool = False
     """The normalised reward of the episode is added to that of the turn, which is normalised among
     the rows that were in the same state."""
     trajectories_by_config: bool = False
-    """Rows of environments are normalised by `reward_normalization` in spite of `reward_norm`, as in ROLL."""
+    """Rows of environments follow `reward_normalization` in spite of `reward_norm`, as in ROLL."""
 
     @property
     def compares_group(self) -> bool:
@@ -109,7 +109,7 @@ ESTIMATORS = {
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator called `name`, or the object at that dotted path; ValueError if there is none."""
+    """The estimator called `name`, or at that dotted path; ValueError if there is none."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     problem = f"unknown adv_estimator {name!r}; known: {', '.join(ESTIMATORS)}"

@@ -113,9 +113,9 @@ def test_an_estimator_of_one_s_own_is_named_by_its_path(tmp_path, monkeypatch):
     out = run("my_estimators.half")
     assert out.advantages.tolist() == [[0, 0.5, 0, 1], [0, -0.5, 0, 0]]
     assert out.returns.tolist() == [[0, 1, 0, 2], [0, -1, 0, 0]]
-    with pytest.raises(ValueError, match="known: gae.*cannot be imported: No module named"):
+    with pytest.raises(ValueError, match=r"known: gae.*cannot be imported: No module named"):
         get_estimator("no_such_module.half")
-    with pytest.raises(ValueError, match="cannot be imported: .* has no attribute 'third'"):
+    with pytest.raises(ValueError, match=r"cannot be imported: .* has no attribute 'third'"):
         get_estimator("my_estimators.third")
     with pytest.raises(ValueError, match="it is a function, not an Estimator"):
         get_estimator("my_estimators.halved")

@@ -46,7 +46,7 @@ __all__ = [
 def compute_discounted_returns(
     batch: DataProto, adv_estimator: str, gamma: float = 1.0
 ) -> DataProto:
-    """For estimators of turns (GiGPO, step-wise REINFORCE), write `step_rewards` (B,): G_k = step_score_k + gamma G_{k+1} in a trajectory.
+    """For estimators of turns, write `step_rewards` (B,): G_k = step_score_k + gamma G_{k+1} in a trajectory.
 
     Rows may come in any order; `step` orders the rows with the same `traj_id`. Other estimators: the batch as it is.
     """
