@@ -150,7 +150,7 @@ def reward_postprocess(
         norm = RewardNorm(pipeline_config.norm_mean_type, pipeline_config.norm_std_type)
     by_group = estimator.compares_group or "group" in norm
     groups = row_groups(data, pipeline_config if by_group else None)
-    if estimator.group_rewards is not None:
+    if groups is not None and estimator.group_rewards is not None:
         normalized_B = estimator.group_rewards(rewards_B, groups)
     else:
         running = _running_moments(running_ctrl, data) if "running" in norm else None
