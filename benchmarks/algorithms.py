@@ -131,7 +131,7 @@ def ours() -> dict[str, Callable[[Problem], Tensor | tuple[Tensor, Tensor]]]:
 
 def roll_functions() -> dict[str, Callable[[Problem], object]]:
     """ROLL's own functions. Its package has our name, so this runs in a process of its own, where ours is not found."""
-    from roll.pipeline.agentic.agentic_actor_worker import compute_segment_masked_mean
+    from roll.pipeline.agentic.utils import compute_segment_masked_mean
     from roll.utils.functionals import compute_gae_advantage_return, compute_reinforce_return
 
     return {

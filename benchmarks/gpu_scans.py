@@ -1,4 +1,4 @@
-"""Rows of the GPU table for what follows the model: advantages, means over turns, and the policy loss with its metrics.
+"""Rows of the GPU table for what follows the model: advantages and means over turns.
 
 `benchmarks/gpu.py` prints them with its own. The loops are the ones that one finds in training code: over tokens with
 operations on columns, over rows and turns. "torch version" is roll's own without the kernels, on the same GPU.
@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from gpu_harness import Bound, Row, Turns, Way, copy_bandwidth, measure, relative_error
 from torch import Tensor
 
-from roll.algorithms import policy_loss as policy_loss_module
 from roll.algorithms.advantages import discounted_returns, gae
 from roll.algorithms.masking import segment_masked_mean
-from roll.algorithms.policy_loss import PPOClip, policy_loss
 from roll.ops import reverse_scan, segment_mean
-from roll.pipeline.loss_io import policy_metrics
-from roll.utils.metrics.deferred import DeferredMetrics, read_together
 
 GAMMA, LAM = 0.99, 0.95
 
@@ -28,15 +23,12 @@ GAMMA, LAM = 0.99, 0.95
 @contextmanager
 def torch_version() -> Iterator[None]:
     """Inside, the operators run without their kernels."""
-    originals = reverse_scan.scan_kernels, segment_mean.scan_kernels, policy_loss_module.can_fuse
+    originals = reverse_scan.scan_kernels, segment_mean.scan_kernels
     reverse_scan.scan_kernels = segment_mean.scan_kernels = lambda tensor: None
-    policy_loss_module.can_fuse = lambda *_: False
     try:
         yield
     finally:
-        reverse_scan.scan_kernels, segment_mean.scan_kernels, policy_loss_module.can_fuse = (
-            originals
-        )
+        reverse_scan.scan_kernels, segment_mean.scan_kernels = originals
 
 
 def in_torch(way: Way) -> Way:
@@ -171,54 +163,6 @@ def segment_row(bandwidth: float, device: torch.device) -> Row:
     )  # fmt: skip
 
 
-def loss_row(ratio_type: str, device: torch.device) -> Row:
-    """From log-probs to the loss, its gradient and the metrics as Python floats, in the order of a training step of one
-    micro-batch: every call waits for its metrics."""
-    mask = turns_mask(64, 8192, 16, device)
-    noise = normal(64, 8192, device, 4)
-    columns = {
-        "old_log_probs_BT": -1.5 + noise[0] + 0.3 * noise[1],
-        "ref_log_probs_BT": -1.5 + noise[0] + 0.3 * noise[2],
-        "advantages_BT": noise[3],
-        "is_weight_BT": torch.rand(64, 8192, device=device) + 0.5,
-    }
-    log_probs = -1.5 + noise[0]
-    agg_mode = "seq-mean-token-mean"
-    counts: Any = {"num_tokens": int(mask.sum()), "num_sequences": 64, "norm_factor": None}
-    options = {
-        "surrogate": PPOClip(dual_clip=3.0),
-        "ratio_type": ratio_type,
-        "agg_mode": agg_mode,
-        "kl_coef": 0.1,
-    }
-
-    def step(log_probs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        leaf = log_probs.detach().requires_grad_()
-        loss = policy_loss(log_probs_BT=leaf, mask_BT=mask, **columns, **options, **counts)
-        metrics = DeferredMetrics(
-            policy_metrics(loss, agg_mode=agg_mode, counts=counts), loss.num_valid
-        )
-        loss.total.backward()
-        read_together([metrics])
-        assert leaf.grad is not None
-        return leaf.grad
-
-    def ours() -> object:
-        return step(log_probs, columns)
-
-    found = measure({"roll": ours, "torch version": in_torch(ours)}, repeat=20)
-    names = list(columns)
-    error, plain = errors(
-        lambda x: step(x[0], dict(zip(names, x[1:], strict=True))), [log_probs, *columns.values()]
-    )
-    speedup = found["torch version"].of(found["roll"])
-    return Row(
-        f"policy loss by {ratio_type}: loss, gradient, metrics", shape_of(mask), found["roll"].ms,
-        found["roll"].extra_bytes, error, plain, peers=ratios(found),
-        bounds=[Bound("times faster than torch", speedup, at_least=5.0)],
-    )  # fmt: skip
-
-
 def rows(device: torch.device) -> list[Row]:
     """All of them; about half a minute, most of it in the loops."""
     bandwidth = copy_bandwidth()
@@ -227,8 +171,6 @@ def rows(device: torch.device) -> list[Row]:
         scan_row(64, 262_144, 0.8, bandwidth, device, loop=False),
         returns_row(bandwidth, device),
         segment_row(bandwidth, device),
-        loss_row("token", device),
-        loss_row("segment", device),
     ]
 
 

@@ -19,8 +19,8 @@ import torch
 
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.agentic.agentic_actor_worker import ActorWorker
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.base_worker import ActorWorker
 
 
 def make_batch(rows: int, length: int, turns: int) -> DataProto:

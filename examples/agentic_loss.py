@@ -10,8 +10,8 @@ import torch
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.log_probs import next_token_log_probs
-from roll.pipeline.agentic.agentic_actor_worker import ActorWorker
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.base_worker import ActorWorker
 
 VOCABULARY, LENGTH = 32, 12
 

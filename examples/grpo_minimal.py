@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from roll.algorithms.policy_loss import PPOClip, policy_loss
+from roll.algorithms.policy_loss import policy_loss
 from roll.algorithms.rewards import group_index, normalize_rewards
+from roll.algorithms.surrogates import PPOClip
 
 DIGITS, ARROW, END, VOCABULARY = (
     range(10),

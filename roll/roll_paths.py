@@ -13,7 +13,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED: dict[str, str] = {
-    "roll.pipeline.agentic.agentic_actor_pg_worker": "roll.pipeline.agentic.agentic_actor_worker",
+    "roll.pipeline.agentic.agentic_actor_pg_worker": "roll.pipeline.base_worker",
+    "roll.pipeline.agentic.agentic_actor_worker": "roll.pipeline.base_worker",
+    "roll.pipeline.rlvr.actor_pg_worker": "roll.pipeline.rlvr.actor_worker",
 }
 
 

@@ -11,7 +11,6 @@ import torch
 from loss_cases import GARBAGE
 from torch import Tensor
 
-from roll.algorithms.policy_loss import PolicyLoss, policy_loss, policy_statistics
 from roll.ops.segment_mean import segment_mean
 
 LAYOUTS = ("contiguous", "a window", "every second", "transposed")
@@ -129,90 +128,3 @@ def check_segment_means(
     assert_close(slope, exact.grad)
     goes_on = mask[:, 1:] & mask[:, :-1]
     assert torch.equal(mean[:, 1:][goes_on], mean[:, :-1][goes_on])
-
-
-def loss_columns(
-    shape: tuple[int, int], seed: int, device: str, spread: float = 0.5
-) -> tuple[dict[str, Any], Tensor]:
-    """Everything that a policy loss may take, and the mask."""
-    noise, other, mask = random_rows(*shape, seed, device)
-    generator = torch.Generator().manual_seed(seed + 7)
-
-    def normal(scale: float) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device) * scale
-
-    log_probs = -1.5 + noise
-    columns = {
-        "log_probs_BT": log_probs,
-        "old_log_probs_BT": log_probs + normal(spread),
-        "ref_log_probs_BT": log_probs + normal(spread),
-        "advantages_BT": other,
-        "entropy_BT": normal(1.0).abs(),
-        "is_weight_BT": 0.5 + normal(0.5).abs(),
-        "keep_BT": normal(1.0) > -1.0,
-        "sample_weights_B": torch.rand(shape[0], generator=generator).to(device) + 0.5,
-    }
-    return columns, mask
-
-
-def loss_and_gradients(
-    columns: dict[str, Any], **options: Any
-) -> tuple[PolicyLoss, list[Tensor], dict[str, Tensor]]:
-    """The loss, its gradients by log-probs and entropy, and all statistics, from tensors that stay as they are."""
-    wanted = ["log_probs_BT", *(["entropy_BT"] if columns.get("entropy_BT") is not None else [])]
-    leaves = {name: columns[name].detach().clone().requires_grad_() for name in wanted}
-    loss = policy_loss(**{**columns, **leaves}, **options)
-    (loss.total * 3.0).backward()
-    gradients = [
-        torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / 3.0 for leaf in leaves.values()
-    ]
-    counts = {name: options.get(name) for name in ("num_tokens", "num_sequences", "norm_factor")}
-    return loss, gradients, policy_statistics(loss, agg_mode=options["agg_mode"], **counts)
-
-
-def check_token_loss(
-    shape: tuple[int, int], seed: int, device: str, *, without: tuple[str, ...] = (), layout: str = "contiguous",
-    spread: float = 0.5, tolerance: float = 3e-6, **options: Any,
-) -> None:  # fmt: skip
-    """The kernel against the plain version in float64: loss, gradients, every statistic."""
-    columns, mask = loss_columns(shape, seed, device, spread)
-    columns = {name: None if name in without else value for name, value in columns.items()}
-    options = {
-        "num_tokens": int(mask.sum()) + 3,
-        "num_sequences": shape[0] + 2,
-        "norm_factor": 50.0,
-        **options,
-    }
-
-    def double(value: Any) -> Any:
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    exact, exact_gradients, exact_statistics = loss_and_gradients(
-        {name: double(value) for name, value in columns.items()}, mask_BT=mask, **options
-    )
-    dirty = {
-        name: laid_out(with_garbage(value, mask, seed), layout)
-        if name.endswith("_BT") and name != "keep_BT"
-        else value
-        for name, value in columns.items()
-        if value is not None
-    }
-    with poisoned_memory():
-        found, gradients, statistics = loss_and_gradients(
-            dirty, mask_BT=laid_out(mask, layout), **options
-        )
-    assert found.details is None, "the kernel was not used"
-    for name in ("total", "pg", "weighted_pg", "kl", "entropy"):
-        value, expected = getattr(found, name), getattr(exact, name)
-        assert (value is None) == (expected is None), name
-        if value is not None:
-            assert_close(value.detach(), expected.detach(), tolerance)
-    assert statistics.keys() == exact_statistics.keys()
-    for name, expected in exact_statistics.items():
-        torch.testing.assert_close(
-            statistics[name].double(), expected.double(), rtol=3e-6, atol=3e-6, msg=name
-        )
-    for gradient, expected in zip(gradients, exact_gradients, strict=True):
-        scale = max(expected.abs().max().item(), 1e-30)
-        assert_close(gradient / scale, expected / scale, tolerance)
-        assert not gradient[~mask].any()

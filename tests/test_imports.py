@@ -34,7 +34,12 @@ LAYERS = {
 ALLOWED = {
     "roll.exceptions": (),
     # The registries say what an estimator and a loss need; they bring no torch (see below).
-    "roll.configs": ("roll.configs", "roll.exceptions", "roll.algorithms.estimators"),
+    "roll.configs": (
+        "roll.configs",
+        "roll.exceptions",
+        "roll.algorithms.estimators",
+        "roll.algorithms.surrogates",
+    ),
     "roll.ops": ("roll.ops",),
     "roll.algorithms": ("roll.algorithms", "roll.ops"),
 }

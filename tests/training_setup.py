@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.checkpoint import random_states
-from roll.pipeline.agentic.agentic_actor_worker import ActorWorker as AgenticActorWorker
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.base_worker import ActorWorker as AgenticActorWorker
 from roll.pipeline.base_worker import CriticWorker
 from roll.pipeline.dpo.actor_worker import ActorWorker as DPOActorWorker
 from roll.pipeline.dpo.dpo_config import DPOConfig

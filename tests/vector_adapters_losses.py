@@ -17,7 +17,7 @@ from roll.configs.base_config import TrainInferCorrectionConfig
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.log_probs import next_token_log_probs
-from roll.pipeline.agentic.agentic_actor_worker import ActorWorker
+from roll.pipeline.base_worker import ActorWorker
 from roll.utils.train_infer_corrections import compute_train_infer_correction
 
 Values = dict[str, Any]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from roll.algorithms.estimators import ESTIMATORS, Estimator, RewardNorm, get_estimator
+from roll.algorithms.surrogates import POLICY_LOSSES, get_policy_loss
 from roll.configs.batch_plan import BatchPlan
 from roll.configs.config_model import (
     UNUSED_IN_ROLL,
@@ -310,7 +311,7 @@ class PPOConfig(BaseConfig):
         if (
             scope not in ("seq", "segment")
             or by_turn
-            or self.actor_train.pg_variant not in (None, "ppo")
+            or not getattr(get_policy_loss(self.actor_train.pg_variant), "through_ratio", False)
         ):
             return []
         differ = {
@@ -397,12 +398,12 @@ class PPOConfig(BaseConfig):
             for key, (why, is_on) in switches.items()
             if self._is_written(key) and not is_on
         }
-        variant = self.actor_train.pg_variant or "ppo"
-        for key in self.actor_train.model_fields_set:
-            of_variant = key.partition("_")[0] in ("topr", "tis", "cispo", "kimi15")
-            is_changed = getattr(self.actor_train, key) != WorkerConfig.model_fields[key].default
-            if of_variant and is_changed and not key.startswith(variant):
-                idle[f"actor_train.{key}"] = f"pg_variant is {variant}"
+        role, used = self.actor_train, get_policy_loss(self.actor_train.pg_variant)
+        for loss in POLICY_LOSSES.values():
+            for key in getattr(loss, "config_keys", {}).values():
+                is_changed = getattr(role, key) != WorkerConfig.model_fields[key].default
+                if loss is not used and key in role.model_fields_set and is_changed:
+                    idle[f"actor_train.{key}"] = f"pg_variant is {role.pg_variant or 'ppo'}"
         return idle
 
     @property

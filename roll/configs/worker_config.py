@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
+from roll.algorithms.surrogates import POLICY_LOSSES, get_policy_loss
 from roll.configs.config_model import (
     LATE,
     UNUSED_IN_ROLL,
@@ -132,8 +133,8 @@ class WorkerConfig(ConfigModel):
     worker_cls: Any = None
     """Class of the workers, or its dotted path; each pipeline has its own default."""
 
-    pg_variant: Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"] | None = None
-    """Form of the policy loss; null is `ppo`."""
+    pg_variant: str | None = Field(None, examples=list(POLICY_LOSSES))
+    """Form of the policy loss: one of these names, or the dotted path of a surrogate; null is `ppo`."""
 
     model_args: ModelArguments = Field(default_factory=ModelArguments)
     """The model."""
@@ -260,6 +261,17 @@ class WorkerConfig(ConfigModel):
             return parse_device_mapping(value)
         except ValueError as error:
             raise ConfigProblems([Problem("", f"found {show(value)}, {error}")]) from None
+
+    @field_validator("pg_variant")
+    @classmethod
+    def _known_policy_loss(cls, value: str | None) -> str | None:
+        try:
+            get_policy_loss(value)
+        except ValueError as error:
+            expected = f"the dotted path of a surrogate, or one of {', '.join(POLICY_LOSSES)}"
+            fix = str(error.__cause__ or "") or did_you_mean(str(value), POLICY_LOSSES)
+            raise ConfigProblems([wrong("", value, expected, fix)]) from None
+        return value
 
     @field_validator("worker_cls")
     @classmethod

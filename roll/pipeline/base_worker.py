@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll.algorithms.masking import select
+from roll.algorithms.masking import segment_masked_mean, select
 from roll.algorithms.policy_loss import PolicyLoss, policy_loss
+from roll.algorithms.surrogates import surrogate_of
 from roll.algorithms.value_loss import value_loss
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_reward_model_provider, default_value_model_provider
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
-from roll.ops.scalars import NamedScalars
 from roll.pipeline.infer_worker import InferWorker as InferWorker  # ROLL's import path
 from roll.pipeline.loss_io import (
     RATIO_TYPES,
@@ -26,11 +26,10 @@ from roll.pipeline.loss_io import (
     policy_metrics,
     report,
     sampling_metrics,
-    surrogate_of,
 )
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.columns import column, loss_mask
-from roll.utils.metrics.reduction import append_to_dict, flatten_sum
+from roll.utils.metrics.reduction import Scalar, append_to_dict, flatten_sum
 from roll.utils.train_infer_corrections import (
     FILTER_MASK,
     IS_WEIGHT,
@@ -39,6 +38,7 @@ from roll.utils.train_infer_corrections import (
 )
 
 ModelOutput = Tensor | LinearLogits
+compute_segment_masked_mean = segment_masked_mean  # ROLL's name
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,29 @@ class ActorWorker(ModelWorker):
         super().initialize(pipeline_config)
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
-        """PPO on the tokens of `response_mask`, with a ratio for every token. Returns (loss, metrics).
+        """The policy loss with one ratio for each token, turn or row (`ratio_type`), corrected for the
+        gap to the inference engine. Rows may be trajectories of several turns, with gaps in the mask.
 
         Args:
-            data: `input_ids`, `response_mask` (B, S); `advantages` (B, S-1); `old_log_probs` (B, S-1), see
-                `get_old_log_probs_with_cache`; `ref_log_probs` (B, S-1) if the KL loss is on, for its metric otherwise.
+            data: `input_ids`, `response_mask` (B, S); `advantages` (B, S-1); `old_log_probs` (B, S-1),
+                see `get_old_log_probs_with_cache`; `ref_log_probs` (B, S-1) if the KL loss is on, for its
+                metric otherwise; `infer_logprobs` (B, S-1), the engine's, if `train_infer_correction` is on.
             output_tensor: the model's logits (B, S, V), or hidden states with the head as `LinearLogits`.
+
+        Returns:
+            (loss, metrics): a part of the loss of the optimizer step that `meta_info` counts, or that
+            of the batch alone when `meta_info` has no counts.
         """
         terms = self.policy_terms(data, output_tensor)
-        loss = self.policy_loss(terms, ratio_type="token")
-        return loss.total, report(self.policy_metrics(loss, terms), loss.num_valid)
+        correction = self.train_infer_correction(data, terms)
+        loss = self.policy_loss(
+            terms,
+            ratio_type=getattr(self.pipeline_config, "ratio_type", "token"),
+            is_weight_BT=correction.is_weight_BT,
+            keep_BT=correction.keep_BT,
+        )
+        metrics = self.policy_metrics(loss, terms, data) | correction.metrics
+        return loss.total, report(metrics, loss.mask_BT)
 
     # -- training and scoring ----------------------------------------------------------------------------------------
 
@@ -228,12 +241,10 @@ class ActorWorker(ModelWorker):
 
     def policy_metrics(
         self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None
-    ) -> NamedScalars:
+    ) -> dict[str, Scalar]:
         """ROLL's metrics of the update. With the batch, also the gap to
         the log-probabilities of sampling, if it has them."""
-        metrics = policy_metrics(
-            loss, agg_mode=self.pipeline_config.loss_agg_mode, counts=terms.counts
-        )
+        metrics = policy_metrics(loss)
         if data is not None and "infer_logprobs" in data:
             metrics |= sampling_metrics(
                 terms.log_probs_BT, data["infer_logprobs"], loss.mask_BT, terms.counts["num_tokens"]

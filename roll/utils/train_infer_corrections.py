@@ -20,8 +20,8 @@ from roll.algorithms.off_policy import (
     train_infer_gap,
 )
 from roll.distributed.scheduler.protocol import DataProto
-from roll.ops.scalars import to_floats
 from roll.utils.columns import with_columns
+from roll.utils.metrics.reduction import bring_to_host
 
 if TYPE_CHECKING:
     from roll.configs.base_config import TrainInferCorrectionConfig
@@ -109,7 +109,7 @@ def compute_train_infer_correction(
         num_tokens=global_valid_tokens,
         num_sequences=global_valid_samples,
     )
-    return result.weight_BT, result.keep_BT, to_floats(result.metrics)
+    return result.weight_BT, result.keep_BT, bring_to_host([result.metrics])[0]
 
 
 def apply_train_infer_correction_to_batch(

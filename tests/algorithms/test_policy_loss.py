@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import float64_losses as reference
@@ -10,19 +11,17 @@ from loss_cases import GARBAGE, cuts, lists, padded, poisoned, policy_columns, r
 from torch import Tensor
 
 from roll.algorithms.aggregation import AGGREGATION_MODES, count_sequences, count_tokens
-from roll.algorithms.policy_loss import (
+from roll.algorithms.policy_loss import RATIO_TYPES, PolicyLoss, importance_ratio, policy_loss
+from roll.algorithms.surrogates import (
     CISPO,
-    RATIO_TYPES,
     TOPR,
     KimiK15,
-    PolicyLoss,
     PPOClip,
     Reinforce,
     Surrogate,
     TruncatedIS,
-    importance_ratio,
-    policy_loss,
-    policy_statistics,
+    get_policy_loss,
+    surrogate_of,
 )
 
 SURROGATES: dict[str, tuple[Surrogate, dict[str, Any]]] = {
@@ -65,6 +64,13 @@ def run(
     return loss, log_probs.grad
 
 
+def columns_of(
+    log_probs: list[float], old: list[float], advantages: list[float]
+) -> dict[str, Tensor]:
+    values = {"log_probs_BT": log_probs, "old_log_probs_BT": old, "advantages_BT": advantages}
+    return {name: torch.tensor([row]) for name, row in values.items()}
+
+
 FULL = {"kl_coef": 0.05, "entropy_coef": 0.01, "pg_coef": 0.7}
 
 
@@ -73,13 +79,7 @@ FULL = {"kl_coef": 0.05, "entropy_coef": 0.01, "pg_coef": 0.7}
     [
         (PPOClip(), 1.1, 2.0, -2.2, -2.2),
         (PPOClip(), 1.5, 2.0, -2.4, 0.0),  # clipped from above
-        (
-            PPOClip(),
-            0.5,
-            2.0,
-            -1.0,
-            -1.0,
-        ),  # below the range, but the pessimistic branch is the free one
+        (PPOClip(), 0.5, 2.0, -1.0, -1.0),  # below the range, but the free branch is the lower
         (PPOClip(), 0.5, -2.0, 1.6, 0.0),  # clipped from below
         (PPOClip(), 1.5, -2.0, 3.0, 3.0),  # no upper bound for bad actions ...
         (PPOClip(dual_clip=1.4), 1.5, -2.0, 2.8, 0.0),  # ... unless the dual clip gives one
@@ -170,7 +170,7 @@ def test_matches_plain_loops_in_float64(name: str, ratio_type: str, mode: str) -
             assert getattr(loss, part).item() == pytest.approx(
                 expected[part], rel=2e-5, abs=1e-6
             ), part
-        statistics = policy_statistics(loss, agg_mode=mode, **counts)
+        statistics = loss.statistics
         if name == "tis":  # its range is not written as 1 - low, 1 + high
             expected.pop("ppo_ratio_high_clipfrac"), expected.pop("ppo_ratio_low_clipfrac")
         for key in expected.keys() & statistics.keys():
@@ -223,7 +223,6 @@ def test_any_split_into_trimmed_micro_batches_adds_up(
     }
     options = {"ratio_type": ratio_type, "agg_mode": mode, **FULL, **counts}
     whole, whole_gradient = run(mask, columns, surrogate, **options)
-    whole_statistics = policy_statistics(whole, agg_mode=mode, **counts)
     total, gradient, statistics = 0.0, torch.zeros(mask.shape), []
     for rows in cuts(len(mask), seed):
         columns_used = window(mask[rows])
@@ -232,10 +231,10 @@ def test_any_split_into_trimmed_micro_batches_adds_up(
         total = total + loss.total
         for row, values in zip(rows, piece_gradient, strict=True):
             gradient[row, columns_used] = values
-        statistics.append(policy_statistics(loss, agg_mode=mode, **counts))
+        statistics.append(loss.statistics)
     torch.testing.assert_close(total, whole.total, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-6, atol=1e-7)
-    for key, value in whole_statistics.items():
+    for key, value in whole.statistics.items():
         pieces = torch.stack([item[key] for item in statistics])
         merged = {"ratio_max": pieces.max, "ratio_min": pieces.min}.get(key, pieces.sum)()
         torch.testing.assert_close(merged, value, rtol=1e-5, atol=1e-6, msg=key)
@@ -262,10 +261,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(
     mask = random_mask(seed)
     columns = policy_columns(seed, mask)
     log_probs, advantages = columns["log_probs_BT"], columns["advantages_BT"]
-    if ratio_type in (
-        "segment",
-        "sequence",
-    ):  # spread the mean advantage; a constant one is its own mean
+    if ratio_type in ("segment", "sequence"):  # they spread the mean; a constant is its own mean
         advantages = torch.where(mask.bool(), torch.randn(len(mask), 1), torch.zeros(()))
     on_policy = {
         "log_probs_BT": log_probs,
@@ -275,10 +271,8 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(
     loss, gradient = run(
         mask, on_policy, PPOClip(dual_clip=3.0), ratio_type=ratio_type, agg_mode="token-mean"
     )
-    statistics = policy_statistics(
-        loss, agg_mode="token-mean", num_tokens=mask.sum(), num_sequences=len(mask)
-    )
-    assert torch.equal(loss.details.ratio_BT, torch.ones(mask.shape))
+    statistics = loss.statistics
+    assert torch.equal(loss.ratio_BT, torch.ones(mask.shape))
     assert statistics["clipfrac"] == statistics["ppo_ratio_clipfrac"] == statistics["approxkl"] == 0
     torch.testing.assert_close(gradient, -advantages / mask.sum(), rtol=1e-5, atol=1e-7)
 
@@ -295,57 +289,27 @@ def test_segments_of_one_token_are_tokens(seed: int) -> None:
     assert torch.equal(token_gradient, segment_gradient)
 
 
-def test_a_shared_ratio_spreads_its_gradient_evenly() -> None:
+def test_a_shared_ratio_spreads_its_gradient_evenly_and_gspo_token_keeps_each_tokens_own() -> None:
     mask = torch.tensor([[1, 1, 0, 1]])
-    columns = {
-        "log_probs_BT": torch.tensor([[-1.0, -1.2, 0.0, -0.7]]),
-        "old_log_probs_BT": torch.tensor([[-1.1, -1.2, 0.0, -0.7]]),
-        "advantages_BT": torch.tensor([[1.0, 3.0, 0.0, 2.0]]),
-    }
-    _, segment = run(mask, columns, PPOClip(), ratio_type="segment", agg_mode="token-mean")
-    rho = math.exp(0.05)
-    torch.testing.assert_close(segment, torch.tensor([[-2 * rho, -2 * rho, 0.0, -2.0]]) / 3)
-    _, sequence = run(mask, columns, PPOClip(), ratio_type="sequence", agg_mode="token-mean")
-    rho = math.exp(0.1 / 3)
-    torch.testing.assert_close(sequence, torch.tensor([[-2.0, -2.0, 0.0, -2.0]]) * rho / 3)
-
-
-def test_gspo_token_keeps_the_credit_of_each_token() -> None:
-    mask = torch.tensor([[1, 1, 0, 1]])
-    columns = {
-        "log_probs_BT": torch.tensor([[-1.0, -1.2, 0.0, -0.7]]),
-        "old_log_probs_BT": torch.tensor([[-1.1, -1.2, 0.0, -0.7]]),
-        "advantages_BT": torch.tensor([[1.0, 3.0, 0.0, -2.0]]),
-    }
-    expected = {
-        "segment_token": [math.exp(0.05)] * 3 + [1.0],
-        "sequence_token": [math.exp(0.1 / 3)] * 4,
-    }
-    for ratio_type, rho in expected.items():
-        loss, gradient = run(mask, columns, PPOClip(), ratio_type=ratio_type, agg_mode="token-mean")
-        torch.testing.assert_close(gradient, -torch.tensor([rho]) * columns["advantages_BT"] / 3)
-        shared, _ = run(
-            mask,
-            columns,
-            PPOClip(),
-            ratio_type=ratio_type.removesuffix("_token"),
-            agg_mode="token-mean",
-        )
-        assert torch.equal(loss.total, shared.total) and torch.equal(
-            loss.details.ratio_BT, shared.details.ratio_BT
-        )
+    old = [-1.1, -1.2, 0.0, -0.7]
+    columns = columns_of([-1.0, -1.2, 0.0, -0.7], old, [1.0, 3.0, 0.0, -2.0])
+    shared = {"segment": [2.0, 2.0, 0.0, -2.0], "sequence": [2 / 3, 2 / 3, 0.0, 2 / 3]}
+    ratios = {"segment": [math.exp(0.05)] * 3 + [1.0], "sequence": [math.exp(0.1 / 3)] * 4}
+    for scope, mean in shared.items():
+        ratio = torch.tensor([ratios[scope]])
+        loss, gradient = run(mask, columns, PPOClip(), ratio_type=scope, agg_mode="token-mean")
+        torch.testing.assert_close(gradient, -torch.tensor([mean]) * ratio / 3)
+        options = {"ratio_type": f"{scope}_token", "agg_mode": "token-mean"}
+        own, own_gradient = run(mask, columns, PPOClip(), **options)
+        torch.testing.assert_close(own_gradient, -ratio * columns["advantages_BT"] / 3)
+        assert torch.equal(own.total, loss.total) and torch.equal(own.ratio_BT, loss.ratio_BT)
 
 
 def test_gspo_token_clips_whole_rows() -> None:
-    """By the ratio of the row and the sign of each token's advantage, however little the token itself has moved."""
-    columns = {
-        "log_probs_BT": torch.tensor([[-1.0, -1.0]]),
-        "old_log_probs_BT": torch.tensor([[-2.0, -1.0]]),
-        "advantages_BT": torch.tensor([[-1.0, 1.0]]),
-    }
-    _, gradient = run(
-        torch.ones(1, 2), columns, PPOClip(), ratio_type="sequence_token", agg_mode="token-mean"
-    )
+    """By the ratio of the row and the sign of each token's advantage, however little it has moved."""
+    columns = columns_of([-1.0, -1.0], [-2.0, -1.0], [-1.0, 1.0])
+    options = {"ratio_type": "sequence_token", "agg_mode": "token-mean"}
+    _, gradient = run(torch.ones(1, 2), columns, PPOClip(), **options)
     torch.testing.assert_close(gradient, torch.tensor([[math.exp(0.5) / 2, 0.0]]))
 
 
@@ -374,14 +338,9 @@ def test_gspo_token_is_gspo_where_the_tokens_of_a_row_have_one_advantage(
 @pytest.mark.parametrize("ratio_type", RATIO_TYPES)
 def test_kimi15_moves_that_cancel_in_the_mean_cost_what_they_cost(ratio_type: str) -> None:
     """Two tokens of one row move by +1 and -1: tau/2 each, with tau times the move as gradient."""
-    columns = {
-        "log_probs_BT": torch.tensor([[-1.0, -3.0]]),
-        "old_log_probs_BT": torch.tensor([[-2.0, -2.0]]),
-        "advantages_BT": torch.zeros(1, 2),
-    }
-    loss, gradient = run(
-        torch.ones(1, 2), columns, KimiK15(tau=0.4), ratio_type=ratio_type, agg_mode="token-mean"
-    )
+    columns = columns_of([-1.0, -3.0], [-2.0, -2.0], [0.0, 0.0])
+    options = {"ratio_type": ratio_type, "agg_mode": "token-mean"}
+    loss, gradient = run(torch.ones(1, 2), columns, KimiK15(tau=0.4), **options)
     assert loss.total.item() == pytest.approx(0.2)
     torch.testing.assert_close(gradient, torch.tensor([[0.2, -0.2]]))
 
@@ -423,11 +382,8 @@ def test_garbage_under_the_mask_changes_no_bit(name: str, ratio_type: str, garba
     dirty = {key: poisoned(value, kept, garbage) for key, value in columns.items()}
     weights = poisoned(weights, kept.any(1), garbage)
     loss, gradient = run(mask, dirty, SURROGATES[name][0], sample_weights_B=weights, **options)
-    counts = {"num_tokens": 5, "num_sequences": 3}
-    for agg_mode in AGGREGATION_MODES:
-        clean_statistics = policy_statistics(clean, agg_mode=agg_mode, **counts)
-        statistics = policy_statistics(loss, agg_mode=agg_mode, **counts)
-        assert all(torch.equal(statistics[key], value) for key, value in clean_statistics.items())
+    for key, value in clean.statistics.items():
+        assert torch.equal(loss.statistics[key], value), key
     for part in ("total", "pg", "weighted_pg", "kl", "entropy"):
         assert torch.equal(getattr(loss, part), getattr(clean, part)), part
     assert torch.equal(gradient, clean_gradient)
@@ -442,8 +398,8 @@ def test_an_all_masked_batch_is_a_connected_zero() -> None:
         loss, gradient = run(torch.zeros(2, 3), columns, PPOClip(), ratio_type=ratio_type, **FULL)
         assert loss.total.item() == 0
         assert torch.equal(gradient, torch.zeros(2, 3))
-    statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=1, num_sequences=1)
-    assert statistics["ratio_max"] == -math.inf and statistics["ratio_min"] == math.inf
+    extremes = loss.statistics["ratio_max"].item(), loss.statistics["ratio_min"].item()
+    assert extremes == (-math.inf, math.inf)
     empty = policy_columns(0, torch.zeros(0, 3))
     assert run(torch.zeros(0, 3), empty, PPOClip(), **FULL)[0].total.item() == 0
 
@@ -466,27 +422,18 @@ def test_the_kl_is_reported_without_a_gradient_when_it_has_no_coefficient() -> N
     assert torch.equal(loss.total, no_reference.total) and torch.equal(gradient, same_gradient)
 
 
-def test_l2_a_filter_removes_tokens_from_loss_and_gradient() -> None:
+def test_a_filter_drops_tokens_from_loss_and_statistics_but_not_from_counts_and_turns() -> None:
     mask, keep = torch.ones(1, 4), torch.tensor([[1, 1, 0, 1]])
-    columns = policy_columns(1, mask)
+    columns = columns_of([-1.0] * 4, [-1.0, -1.0, -30.0, -1.0], [1.0] * 4)
     loss, gradient = run(mask, columns, PPOClip(), agg_mode="token-mean", keep_BT=keep)
-    everything, _ = run(mask, columns, PPOClip(), agg_mode="token-mean")
-    assert gradient[0, 2] == 0 and loss.total != everything.total
-
-
-def test_l3_a_dropped_token_is_not_in_any_statistic() -> None:
-    mask, keep = torch.ones(1, 5), torch.tensor([[1, 1, 0, 1, 1]])
-    old = torch.tensor([[-1.0, -1.0, -30.0, -1.0, -1.0]])
-    columns = {
-        "log_probs_BT": torch.full((1, 5), -1.0),
-        "old_log_probs_BT": old,
-        "advantages_BT": torch.ones(1, 5),
-    }
-    loss, _ = run(mask, columns, PPOClip(), keep_BT=keep)
-    statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=5, num_sequences=1)
-    assert statistics["ppo_ratio_clipfrac"] == 0 and statistics["clipfrac"] == 0
-    assert statistics["ratio_max"] == statistics["ratio_min"] == 1
-    assert statistics["policykl"] == 0
+    assert loss.total.item() == pytest.approx(-3 / 4)
+    torch.testing.assert_close(gradient, torch.tensor([[-0.25, -0.25, 0.0, -0.25]]))
+    assert loss.statistics["ppo_ratio_clipfrac"] == loss.statistics["clipfrac"] == 0
+    assert loss.statistics["ratio_max"] == loss.statistics["ratio_min"] == 1
+    assert loss.statistics["policykl"] == 0
+    turn = columns_of([-1.0] * 4, [-1.1, -1.3, -5.0, -1.2], [1.0] * 4)
+    loss, _ = run(mask, turn, PPOClip(), ratio_type="segment", keep_BT=keep)
+    torch.testing.assert_close(loss.ratio_BT, torch.tensor([[0.2, 0.2, 0.0, 0.2]]).exp())
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
@@ -494,72 +441,25 @@ def test_l3_a_dropped_token_is_not_in_any_statistic() -> None:
 def test_l4_extreme_ratios_keep_loss_and_gradient_finite(
     advantage: float, log_ratio: float
 ) -> None:
+    columns = columns_of([-1.0, -1.0], [-1.0 - log_ratio, -1.0], [advantage, advantage])
     for name, (surrogate, _) in SURROGATES.items():
         for ratio_type in RATIO_TYPES:
-            columns = {
-                "log_probs_BT": torch.tensor([[-1.0, -1.0]]),
-                "old_log_probs_BT": torch.tensor([[-1.0 - log_ratio, -1.0]]),
-                "advantages_BT": torch.full((1, 2), advantage),
-            }
             loss, gradient = run(torch.ones(1, 2), columns, surrogate, ratio_type=ratio_type)
             assert loss.total.isfinite() and gradient.isfinite().all(), (name, ratio_type)
     loss, gradient = run(torch.ones(1, 2), columns, PPOClip())
     assert gradient[0, 0] == 0, "a saturated log-ratio has no gradient"
-    assert loss.details.ratio_BT[0, 0].item() == pytest.approx(
-        math.exp(math.copysign(20, log_ratio)), rel=1e-6
-    )
+    limit = math.exp(math.copysign(20, log_ratio))
+    assert loss.ratio_BT[0, 0].item() == pytest.approx(limit, rel=1e-6)
 
 
-def test_l8_extremes_ignore_masked_tokens() -> None:
-    mask = torch.tensor([[1, 0]])
-    old = torch.tensor([[-1.0 - math.log(0.9), -500.0]])
-    columns = {
-        "log_probs_BT": torch.full((1, 2), -1.0),
-        "old_log_probs_BT": old,
-        "advantages_BT": torch.ones(1, 2),
-    }
-    loss, _ = run(mask, columns, PPOClip())
-    statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=1, num_sequences=1)
-    assert statistics["ratio_max"].item() == statistics["ratio_min"].item() == pytest.approx(0.9)
-
-
-def test_l12_a_dropped_token_does_not_split_a_turn() -> None:
-    mask, keep = torch.ones(1, 3), torch.tensor([[1, 0, 1]])
-    old = torch.tensor([[-1.1, -5.0, -1.3]])
-    columns = {
-        "log_probs_BT": torch.full((1, 3), -1.0),
-        "old_log_probs_BT": old,
-        "advantages_BT": torch.ones(1, 3),
-    }
-    loss, _ = run(mask, columns, PPOClip(), ratio_type="segment", keep_BT=keep)
-    torch.testing.assert_close(
-        loss.details.ratio_BT, torch.tensor([[math.exp(0.2), 1.0, math.exp(0.2)]])
-    )
-
-
-def test_l13_the_denominator_is_the_count_before_the_filter() -> None:
-    mask, keep = torch.ones(1, 4), torch.tensor([[1, 1, 0, 1]])
-    columns = {
-        "log_probs_BT": torch.zeros(1, 4),
-        "old_log_probs_BT": torch.zeros(1, 4),
-        "advantages_BT": torch.ones(1, 4),
-    }
-    loss, gradient = run(mask, columns, PPOClip(), agg_mode="token-mean", keep_BT=keep)
-    assert loss.total.item() == pytest.approx(-3 / 4)
-    torch.testing.assert_close(gradient, torch.tensor([[-0.25, -0.25, 0.0, -0.25]]))
-
-
-def test_l24_clip_fractions_of_other_surrogates_ignore_masked_tokens() -> None:
+def test_statistics_ignore_masked_tokens() -> None:
     mask = torch.tensor([[1, 1, 0]])
-    old = torch.tensor([[-1.0, -3.0, -9.0]])
-    columns = {
-        "log_probs_BT": torch.full((1, 3), -1.0),
-        "old_log_probs_BT": old,
-        "advantages_BT": torch.ones(1, 3),
-    }
+    columns = columns_of([-1.0] * 3, [-1.0 - math.log(0.9), -3.0, -500.0], [1.0] * 3)
+    statistics = run(mask, columns, PPOClip())[0].statistics
+    assert statistics["ratio_max"].item() == pytest.approx(math.exp(2))
+    assert statistics["ratio_min"].item() == pytest.approx(0.9)
     for surrogate in (TruncatedIS(), CISPO()):
-        loss, _ = run(mask, columns, surrogate)
-        statistics = policy_statistics(loss, agg_mode="token-mean", num_tokens=2, num_sequences=1)
+        statistics = run(mask, columns, surrogate)[0].statistics
         assert statistics["clipfrac"].item() == statistics["ppo_ratio_high_clipfrac"].item() == 0.5
 
 
@@ -608,3 +508,27 @@ def test_malformed_inputs_are_named() -> None:
         policy_loss(**columns, mask_BT=mask, surrogate=PPOClip(), ratio_type="turn")
     with pytest.raises(ValueError, match="unknown KL estimator"):
         policy_loss(**columns, mask_BT=mask, surrogate=PPOClip(), kl_kind="k9")
+
+
+def test_a_surrogate_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch) -> None:
+    (tmp_path / "my_losses.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from roll.algorithms.surrogates import PPOClip\n"
+        "narrow, number = PPOClip(clip_low=0.01), 3\n"
+        "@dataclass\nclass Flat:\n"
+        "    slope: float = 1.0\n    config_keys, low, high = {'slope': 'kimi15_tau'}, None, None\n"
+        "    def __call__(self, terms):\n"
+        "        return -self.slope * terms.log_probs_BT, None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    worker_config = SimpleNamespace(pg_variant="my_losses.Flat", kimi15_tau=3.0)
+    assert one_token(surrogate_of(None, worker_config), 1.0, 1.0) == (3.0, -3.0)
+    worker_config.pg_variant = "my_losses.narrow"
+    assert one_token(surrogate_of(None, worker_config), 0.5, -1.0) == pytest.approx((0.99, 0.0))
+    for name, message in (
+        ("ppg", "unknown pg_variant 'ppg'; known: ppo, vanilla, tis, topr, cispo, kimi15$"),
+        ("no_such.loss", "kimi15, and it cannot be imported: No module named 'no_such'"),
+        ("my_losses.number", "and it is a int, not a surrogate"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_policy_loss(name)

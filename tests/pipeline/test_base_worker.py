@@ -5,7 +5,8 @@ import pytest
 import torch
 from loss_cases import GARBAGE, loss_and_gradient, narrowed, policy_batch, random_mask, with_counts
 
-from roll.algorithms.policy_loss import PPOClip, policy_loss
+from roll.algorithms.policy_loss import policy_loss
+from roll.algorithms.surrogates import PPOClip
 from roll.configs.base_config import PPOConfig
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.scheduler.protocol import DataProto

@@ -58,8 +58,7 @@ from roll.ops.log_probs import next_token_log_probs
 from roll.ops.loss_in_parts import loss_in_parts
 from roll.ops.softmax_rows import accumulation_dtype
 from roll.utils.columns import loss_mask
-from roll.utils.metrics.deferred import read_together
-from roll.utils.metrics.reduction import append_to_dict
+from roll.utils.metrics.reduction import append_to_dict, bring_to_host
 from roll.utils.offload_states import OffloadStateType, includes, move_optimizer
 
 TRAINING_FOLDER = "training"
@@ -162,9 +161,8 @@ class TrainStrategy(InferenceStrategy):
             losses.append(loss.detach().float())
             self.backward(loss, is_last=index == len(plan) - 1)
         grad_norm = self._optimizer_step(torch.stack(losses).sum(), batch)
-        read_together(reports)
         metrics: Metrics = {}
-        for report in reports:
+        for report in bring_to_host(reports):
             append_to_dict(metrics, report)
         role = self.worker_config.name
         return {

@@ -367,7 +367,7 @@ class AgenticConfig(PPOConfig):
     """Do not let the chat template add its own system prompt."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
-        "actor_train": "roll.pipeline.agentic.agentic_actor_worker.ActorWorker",
+        "actor_train": "roll.pipeline.base_worker.ActorWorker",
         "actor_infer": "roll.pipeline.base_worker.InferWorker",
         "reference": "roll.pipeline.base_worker.ActorWorker",
         "critic": "roll.pipeline.base_worker.CriticWorker",

@@ -182,6 +182,7 @@ def get_agentic_response_level_mask(
 
 # One function knows all estimators; `agentic_reinforce` discounts once per turn.
 agentic_compute_advantage = compute_advantage
+compute_segment_masked_mean = segment_masked_mean
 
 
 def compute_agentic_reinforce_return(
@@ -191,11 +192,6 @@ def compute_agentic_reinforce_return(
     mask = torch.ones_like(token_level_rewards) if mask is None else mask
     returns = turn_discounted_returns(token_level_rewards, mask, float(gamma))
     return returns, returns.clone()
-
-
-def compute_segment_masked_mean(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each contiguous run of `mask`; see `segment_masked_mean`."""
-    return segment_masked_mean(tensor, mask)
 
 
 def _normalize(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from roll.ops.scalars import to_floats
 from roll.utils.columns import row_groups
+from roll.utils.metrics.reduction import bring_to_host
 
 if TYPE_CHECKING:
     from roll.distributed.scheduler.protocol import DataProto
@@ -176,7 +176,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     groups_B = row_groups(batch)
     if groups_B is not None:
         metrics |= _group_metrics(batch, groups_B, right_B, response_B, mask_BT)
-    return to_floats(metrics)
+    return bring_to_host([metrics])[0]
 
 
 def _group_metrics(

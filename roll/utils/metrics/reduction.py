@@ -1,7 +1,8 @@
-"""Many values of a metric, from micro-batches, ranks or steps, to one number.
+"""Metrics from the device to the host, and many values of a metric to one number.
 
-A metric says how it reduces by a tag at the end of its name: `actor/pg_loss@sum`, `actor/ratio_max@max`. Without a tag
-it is averaged. (ROLL also guesses from endings such as `_max` and `_sum`, which catches metrics that merely end so.)
+A metric says how it reduces by a tag at the end of its name: `actor/pg_loss@sum`, `actor/ratio_max@max`.
+Without a tag it is averaged. (ROLL also guesses from endings such as `_max` and `_sum`, which catches
+metrics that merely end so.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+Scalar = torch.Tensor | float  # a tensor has no dimensions
+NUM_VALID = "num_valid"  # how many entries the extremes and means of a report are about
 REDUCERS: dict[str, Callable[[np.ndarray], Any]] = {
     "mean": np.mean,
     "max": np.max,
@@ -29,10 +32,41 @@ HISTORY_REDUCERS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
+def bring_to_host(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of several losses with floats for 0-d tensors, all of them in one transfer.
+
+    Extremes and means of a report whose NUM_VALID is 0 do not exist and are left out; NUM_VALID is too.
+    """
+    places: list[tuple[dict[str, Any], str]] = []
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, int]]] = {}
+    found = [dict(report) for report in reports]
+    for report in found:
+        for name, value in report.items():
+            if isinstance(value, torch.Tensor) and value.ndim == 0:
+                groups.setdefault((value.device, value.dtype), []).append((value, len(places)))
+                places.append((report, name))
+            elif isinstance(value, int | float):
+                report[name] = float(value)
+    if groups:
+        device = next(iter(groups))[0]
+        # One stack for each dtype: a conversion of each number would be a launch of each.
+        stacks = [torch.stack([value.detach() for value, _ in group]) for group in groups.values()]
+        numbers = torch.cat([stack.to(device, torch.float64) for stack in stacks]).tolist()
+        order = [place for group in groups.values() for _, place in group]
+        for place, number in zip(order, numbers, strict=True):
+            report, name = places[place]
+            report[name] = number
+    for report in found:
+        if report.pop(NUM_VALID, 1) == 0:
+            for name in [name for name in report if name.endswith(("@max", "@min", "@mean"))]:
+                del report[name]
+    return found
+
+
 def reducer_of(
     name: str, default: Callable[[np.ndarray], Any] = np.mean
 ) -> Callable[[np.ndarray], Any]:
-    """The function behind the `@tag` of a metric's name, or `default` if it has none; ValueError for an unknown tag."""
+    """The function behind the `@tag` of a metric's name, or `default` without one."""
     if "@" not in name:
         return default
     tag = name.rsplit("@", 1)[1].strip()
@@ -46,10 +80,10 @@ def reducer_of(
 def reduce_metrics(
     metrics: Mapping[str, Any], reduce_func: Callable[[Any], Any] = np.mean
 ) -> dict[str, Any]:
-    """One float for every metric; the names keep their tags. Values are numbers, or sequences of them nested at will.
+    """One float for every metric; the names keep their tags.
 
-    Lists, tuples, arrays and tensors of any length at any depth count as the numbers in them, each once. An empty
-    sequence is kept as it is: it has no value. The argument is not changed.
+    Lists, tuples, arrays and tensors of any length at any depth count as the numbers in them, each
+    once. An empty sequence is kept as it is: it has no value.
     """
     reduced = {}
     for name, value in metrics.items():
@@ -62,7 +96,7 @@ def reduce_metrics(
 def reduce_metrics_list(
     metrics_list: Sequence[Mapping[str, Any]], reduce_func: Callable[[Any], Any] = np.mean
 ) -> dict[str, Any]:
-    """Reduce the same metrics of several steps or workers. A metric that only some of them have counts where it is."""
+    """Reduce the metrics of several steps or workers; one that only some have counts where it is."""
     merged: dict[str, list[Any]] = {}
     for metrics in metrics_list:
         append_to_dict(merged, metrics)
@@ -83,7 +117,7 @@ def flatten_sum(values: Any) -> float:
 def aggregate_metrics(
     history_metrics: Iterable[Mapping[str, Any]], metrics_agg_mode: Mapping[str, str]
 ) -> dict[str, float]:
-    """Reduce the metrics of an episode's steps, each by its own mode: sum, mean (default), min, max, last, first."""
+    """Reduce the metrics of an episode's steps, each by its mode of HISTORY_REDUCERS (default mean)."""
     history: dict[str, list[Any]] = {}
     for metrics in history_metrics:
         append_to_dict(history, metrics)

@@ -23,8 +23,8 @@ from roll.configs.worker_config import WorkerConfig
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
-from roll.pipeline.agentic.agentic_actor_worker import ActorWorker, compute_segment_masked_mean
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.base_worker import ActorWorker, compute_segment_masked_mean
 from roll.utils.train_infer_corrections import apply_train_infer_correction_to_batch
 
 POLICY_KEYS = {

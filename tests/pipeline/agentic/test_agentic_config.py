@@ -57,7 +57,7 @@ def test_defaults_are_rolls():
         "hung_timeout": 3600,
     }
     assert LLMProxyConfig().model_dump() == {"proxy_type": "policy", "proxy_config": {}}
-    assert config.actor_train.worker_cls == "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
+    assert config.actor_train.worker_cls == "roll.pipeline.base_worker.ActorWorker"
     assert config.reference.worker_cls == "roll.pipeline.base_worker.ActorWorker"
     assert config.actor_infer.worker_cls == "roll.pipeline.base_worker.InferWorker"
 

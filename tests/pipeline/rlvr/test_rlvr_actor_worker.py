@@ -17,7 +17,8 @@ from loss_cases import (
     with_counts,
 )
 
-from roll.algorithms.policy_loss import PPOClip, policy_loss
+from roll.algorithms.policy_loss import policy_loss
+from roll.algorithms.surrogates import PPOClip
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.log_probs import next_token_log_probs

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from log_probs_reference import TensorWatch
 
+from roll.pipeline.loss_io import report
 from roll.utils.metrics.reduction import (
     aggregate_metrics,
     append_to_dict,
+    bring_to_host,
     flatten_sum,
     reduce_metrics,
     reduce_metrics_list,
@@ -125,3 +128,27 @@ def test_aggregate_metrics():
         assert aggregate_metrics(history, {"steps": mode}) == {"steps": expected, "score": 0.75}
     with pytest.raises(ValueError, match="'steps' has the unknown mode 'median'"):
         aggregate_metrics(history, {"steps": "median"})
+
+
+def test_tensors_of_several_reports_become_floats_in_one_go():
+    weight = torch.tensor(0.1, requires_grad=True)
+    count = 2**24 + 1  # float32 would lose the last one
+    first = {"a": torch.tensor(count), "b": 3, "c": weight, "d": torch.tensor(True)}
+    lists = {"lists": [1, 2], "x": torch.tensor(torch.nan), "y": torch.ones(2)}
+    with TensorWatch() as watch:
+        found = bring_to_host([first, lists, {}])
+    assert found[0] == {"a": count, "b": 3.0, "c": weight.item(), "d": 1.0}
+    assert list(found[0]) == list(first) and all(
+        type(value) is float for value in found[0].values()
+    )
+    assert np.isnan(found[1]["x"]) and found[1]["lists"] == [1, 2] and found[1]["y"] is lists["y"]
+    assert found[2] == {} and watch.operations.count("cat") == 1
+    assert first["c"] is weight, "what was given is not changed"
+
+
+def test_extremes_and_means_of_nothing_do_not_exist():
+    metrics = {"a@sum": torch.tensor(0.0), "b@max": torch.tensor(-torch.inf)}
+    metrics |= {"c@mean": torch.tensor(torch.nan), "d@min": torch.tensor(torch.inf)}
+    assert report(metrics, torch.zeros(2, 3)) == {"a@sum": 0.0}
+    assert set(report(metrics, torch.tensor([0, 1]))) == set(metrics)
+    assert report({"loss": torch.ones((), requires_grad=True)}, torch.ones(1)) == {"loss": 1.0}
