@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,7 @@ from roll.configs.problems import Problem, did_you_mean
 from roll.configs.unsupported import unsupported_parts
 from roll.configs.worker_config import WorkerConfig
 from roll.datasets.file_tokenizer import FileTokenizer
-from roll.datasets.files import peek_table
-from roll.datasets.table import JoinedTable, Table
+from roll.datasets.tables import JoinedTable, Table, peek_table
 from roll.distributed.scheduler.resource_manager import ResourceManager, missing_gpus
 from roll.exceptions import ConfigError, DataError, MissingDependencyError, install_hint
 from roll.pipeline.registry import CONFIG_CLASSES, detect_pipeline
@@ -68,12 +66,6 @@ _REWARDS = "roll.pipeline.rlvr.rewards"
 PLAIN_REWARDS = {
     f"{_REWARDS}.math_rule_reward_worker.MathRuleRewardWorker": "math_verify",
     f"{_REWARDS}.multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker": "",
-}
-# Where each pipeline turns tables into what it trains on; none of these modules needs torch.
-DATA_MODULES = {
-    "rlvr": "roll.pipeline.rlvr.prompt_data",
-    "dpo": "roll.pipeline.dpo.pair_data",
-    "sft": "roll.pipeline.sft.answer_data",
 }
 
 
@@ -195,8 +187,8 @@ def preflight(
         _look_at_dumps(config, findings)
     elif kind == "agentic":
         _look_at_environments(config, findings)
-    elif kind in DATA_MODULES:
-        _look_at_data(config, DATA_MODULES[kind], findings)
+    elif kind in ("rlvr", "dpo", "sft"):
+        _look_at_data(config, findings)
         _look_at_rewards(config, findings)
     if not findings.errors and compare_memory:
         _compare_memory(config, findings, machine, is_cluster=is_cluster)
@@ -656,8 +648,10 @@ def _tokenizer_of(config: Any, findings: Findings) -> FileTokenizer | None:
     return findings.check(_model_key(config, "actor_train", str(name)), FileTokenizer, folder)
 
 
-def _look_at_data(config: Any, module: str, findings: Findings) -> None:
+def _look_at_data(config: Any, findings: Findings) -> None:
     """Read and encode rows as training does, of large files the first ones."""
+    from roll.pipeline.data import MAX_LENGTHS, encode_table, make_sampler
+
     seeds = {
         "seed": config.seed,
         "actor_train.training_args.data_seed": config.actor_train.training_args.data_seed,
@@ -668,13 +662,8 @@ def _look_at_data(config: Any, module: str, findings: Findings) -> None:
                 Problem(key, f"found {seed}, expected 0 or more: it decides the order of the rows")
             )
             return
-    lengths = {"actor_train": "sequence_length", "validation": "val_sequence_length"}
-    if config.pipeline == "rlvr":
-        lengths = {"actor_train": "prompt_length", "validation": "val_prompt_length"}
-    elif config.pipeline == "dpo":
-        lengths["validation"] = "sequence_length"
     tokenizer = _tokenizer_of(config, findings)
-    for name, length in lengths.items():
+    for name, length in MAX_LENGTHS[config.pipeline].items():
         role = getattr(config, name)
         data_args: DataArguments | None = None if role is None else role.data_args
         if data_args is None or not data_args.files:
@@ -688,18 +677,13 @@ def _look_at_data(config: Any, module: str, findings: Findings) -> None:
                 is_whole = is_whole and found[1]
         if tokenizer is None or not tables or len(findings.errors) > num_errors:
             continue
-        table: Table = (
-            tables[0]
-            if len(tables) == 1
-            else JoinedTable([p for entry in tables for p in entry.parts])
-        )
+        table: Table = tables[0] if len(tables) == 1 else JoinedTable(tables)
         # How long rows are is known only with the real tokens, and whether any is left only with all rows.
         max_length = getattr(config, length) if tokenizer.is_exact and is_whole else sys.maxsize
-        data: Any = import_module(module)
         with _quiet():
             dataset = findings.check(
                 f"{name}.data_args",
-                data.encode_table,
+                encode_table,
                 config,
                 data_args,
                 table,
@@ -708,7 +692,7 @@ def _look_at_data(config: Any, module: str, findings: Findings) -> None:
                 show_progress=False,
             )
             if dataset is not None and is_whole and name == "actor_train":
-                findings.check(f"{name}.data_args", data.make_sampler, config, dataset)
+                findings.check(f"{name}.data_args", make_sampler, config, dataset)
         if not is_whole:
             findings.notes.append(
                 f"only the first {len(table):,} rows of {table.name} were looked at one by one"

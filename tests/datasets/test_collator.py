@@ -1,8 +1,6 @@
 """Batches: widths, sides, the interleaving of pairs, and pairs that cannot be trained on."""
 
-from __future__ import annotations
-
-from typing import Any
+import re
 
 import numpy as np
 import pytest
@@ -18,22 +16,20 @@ from roll.datasets.collator import (
     pad_token_id,
 )
 from roll.datasets.preference import encode_preferences
-from roll.datasets.table import RowsTable
+from roll.datasets.tables import Table
 
 TOKENIZER = bpe_tokenizer()
 PAD_ID = 7
 
 
 @pytest.fixture
-def tokenizer() -> Any:
+def tokenizer():
     tokenizer = bpe_tokenizer()
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD_ID)
     return tokenizer
 
 
-def pair(
-    chosen: list[int], rejected: list[int], chosen_prompt: int, reject_prompt: int
-) -> dict[str, Any]:
+def pair(chosen, rejected, chosen_prompt, reject_prompt):
     return {
         "chosen_ids": chosen,
         "reject_ids": np.array(rejected, dtype=np.int32),
@@ -45,7 +41,7 @@ def pair(
 PAIRS = [pair([11, 12, 13, 14, 15], [11, 12, 16], 2, 1), pair([21, 22, 23], [21, 22, 24, 25], 2, 2)]
 
 
-def test_pairs_are_interleaved_and_padded_to_the_longest_row(tokenizer: Any) -> None:
+def test_pairs_are_interleaved_and_padded_to_the_longest_row(tokenizer):
     batch = DataCollatorWithPaddingForDPO(tokenizer)(PAIRS)
     assert set(batch) == {"input_ids", "attention_mask", "position_ids", "prompt_id_lens"}
     assert all(column.dtype == torch.int64 for column in batch.values())
@@ -81,7 +77,7 @@ def test_pairs_are_interleaved_and_padded_to_the_longest_row(tokenizer: Any) -> 
         ({"pad_to_multiple_of": 8, "max_length": 6}, 6),
     ],
 )
-def test_widths(tokenizer: Any, options: dict[str, Any], width: int) -> None:
+def test_widths(tokenizer, options, width):
     batch = DataCollatorWithPaddingForDPO(tokenizer, **options)(PAIRS)
     assert (
         batch["input_ids"].shape
@@ -92,7 +88,7 @@ def test_widths(tokenizer: Any, options: dict[str, Any], width: int) -> None:
     assert batch["attention_mask"].sum(-1).tolist() == [5, 3, 3, 4]
 
 
-def test_rolls_feature_names_are_taken(tokenizer: Any) -> None:
+def test_rolls_feature_names_are_taken(tokenizer):
     feature = {
         "chosen_ids": [1, 2, 3],
         "c_mask": [1] * 3,
@@ -105,36 +101,41 @@ def test_rolls_feature_names_are_taken(tokenizer: Any) -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 4, PAD_ID]]
 
 
-def test_pairs_that_cannot_be_trained_on_are_named(tokenizer: Any) -> None:
-    collator = DataCollatorWithPaddingForDPO(tokenizer, max_length=5)
-    expected = r"pair 1 of the batch: the rejected side has no answer tokens \(2 tokens, of which 2 are the prompt\)"
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        (
+            [PAIRS[0], pair([1, 2, 3], [1, 2], 2, 2)],
+            "pair 1 of the batch: the rejected side has no answer tokens (2 tokens, of which 2 are",
+        ),
+        ([pair([1, 2, 3], [1, 2], 0, 1)], "pair 0 of the batch: the chosen side has no prompt"),
+        (
+            [pair([1, 2, 3, 4, 5, 6], [1, 2], 1, 1)],
+            "pair 0 of the batch: the chosen side has 6 tokens, more than max_length=5",
+        ),
+        ([], "at least one pair"),
+    ],
+)
+def test_pairs_that_cannot_be_trained_on_are_named(tokenizer, pairs, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        DataCollatorWithPaddingForDPO(tokenizer, max_length=5)(pairs)
+
+
+@pytest.mark.parametrize(
+    ("collator", "options", "expected"),
+    [
+        (DataCollatorWithPaddingForDPO, {"pad_to_max": True}, "needs max_length"),
+        (DataCollatorWithPaddingForDPO, {"return_tensors": "np"}, "return_tensors='np' is not"),
+        (DataCollatorWithPaddingForDPO, {"max_length": 0}, "max_length=0 must be at least 1"),
+        (DataCollatorWithPaddingForPaddedKeys, {"padding": False}, "padding=False is not known"),
+    ],
+)
+def test_options_that_cannot_be(tokenizer, collator, options, expected):
     with pytest.raises(ValueError, match=expected):
-        collator([PAIRS[0], pair([1, 2, 3], [1, 2], 2, 2)])
-    with pytest.raises(
-        ValueError, match="pair 0 of the batch: the chosen side has no prompt tokens"
-    ):
-        collator([pair([1, 2, 3], [1, 2], 0, 1)])
-    with pytest.raises(
-        ValueError,
-        match="pair 0 of the batch: the chosen side has 6 tokens, more than max_length=5",
-    ):
-        collator([pair([1, 2, 3, 4, 5, 6], [1, 2], 1, 1)])
-    with pytest.raises(ValueError, match="at least one pair"):
-        collator([])
+        collator(tokenizer, **options)
 
 
-def test_options_that_cannot_be(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="needs max_length"):
-        DataCollatorWithPaddingForDPO(tokenizer, pad_to_max=True)
-    with pytest.raises(ValueError, match="return_tensors='np' is not known"):
-        DataCollatorWithPaddingForDPO(tokenizer, return_tensors="np")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
-        DataCollatorWithPaddingForDPO(tokenizer, max_length=0)
-    with pytest.raises(ValueError, match="padding=False is not known"):
-        DataCollatorWithPaddingForPaddedKeys(tokenizer, padding=False)
-
-
-def test_a_tokenizer_without_a_pad_token() -> None:
+def test_a_tokenizer_without_a_pad_token():
     tokenizer = bpe_tokenizer()
     tokenizer.pad_token = None
     assert pad_token_id(tokenizer) == tokenizer.eos_token_id
@@ -150,8 +151,8 @@ def test_a_tokenizer_without_a_pad_token() -> None:
         max_size=6,
     )
 )
-def test_no_token_is_lost_or_moved(rows: list[tuple[str, str]]) -> None:
-    table = RowsTable(
+def test_no_token_is_lost_or_moved(rows):
+    table = Table(
         "t",
         [{"prompt": "x" + prompt, "chosen": text, "rejected": text + "!"} for prompt, text in rows],
     )
@@ -167,7 +168,7 @@ def test_no_token_is_lost_or_moved(rows: list[tuple[str, str]]) -> None:
         assert (ids[~mask.bool()] == TOKENIZER.pad_token_id).all()
 
 
-def test_prompts_are_padded_on_the_left(tokenizer: Any) -> None:
+def test_prompts_are_padded_on_the_left(tokenizer):
     features = [
         {"input_ids": [1, 2, 3], "labels": [4, 5, 6], "tag": "math", "tests": [1, 2]},
         {"input_ids": [8], "labels": [9], "tag": "code", "tests": [3, 4]},
@@ -181,7 +182,7 @@ def test_prompts_are_padded_on_the_left(tokenizer: Any) -> None:
     assert batch["tests"].tolist() == [[1, 2], [3, 4]] and batch["tests"].dtype == object
 
 
-def test_given_masks_are_kept_and_widths_can_be_fixed(tokenizer: Any) -> None:
+def test_given_masks_are_kept_and_widths_can_be_fixed(tokenizer):
     features = [
         {"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]},
         {"input_ids": [8], "attention_mask": [1]},
@@ -194,21 +195,26 @@ def test_given_masks_are_kept_and_widths_can_be_fixed(tokenizer: Any) -> None:
     assert right["input_ids"].tolist() == [[1, 2, 3], [8, PAD_ID, PAD_ID]]
 
 
-def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
-    collator = DataCollatorWithPaddingForPaddedKeys(tokenizer, max_length=2)
-    with pytest.raises(
-        ValueError, match="example 1 of the batch has 3 tokens, more than max_length=2"
-    ):
-        collator([{"input_ids": [1]}, {"input_ids": [1, 2, 3]}])
-    with pytest.raises(
-        ValueError, match="example 0 of the batch: labels has 1 values and input_ids has 2 tokens"
-    ):
-        collator([{"input_ids": [1, 2], "labels": [3]}])
-    with pytest.raises(ValueError, match="at least one example"):
-        collator([])
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        (
+            [{"input_ids": [1]}, {"input_ids": [1, 2, 3]}],
+            "example 1 of the batch has 3 tokens, more than max_length=2",
+        ),
+        (
+            [{"input_ids": [1, 2], "labels": [3]}],
+            "example 0 of the batch: labels has 1 values and input_ids has 2 tokens",
+        ),
+        ([], "at least one example"),
+    ],
+)
+def test_prompts_that_do_not_fit(tokenizer, features, expected):
+    with pytest.raises(ValueError, match=expected):
+        DataCollatorWithPaddingForPaddedKeys(tokenizer, max_length=2)(features)
 
 
-def test_columns_of_examples() -> None:
+def test_columns_of_examples():
     columns = collate_fn_to_dict_list(
         [
             {"x": torch.tensor([[1, 2]]), "y": [1, 2], "z": None},
@@ -227,7 +233,7 @@ def test_columns_of_examples() -> None:
         collate_fn_to_dict_list([{}, {"y": 1}])
 
 
-def test_a_tokenizer_needs_no_more_than_a_pad_token() -> None:
+def test_a_tokenizer_needs_no_more_than_a_pad_token():
     class Bare:
         pad_token_id = 7
 

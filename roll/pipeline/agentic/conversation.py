@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from roll.datasets.chat_template import ChatTemplate, tokenize_rendered
-from roll.datasets.messages import Message
+from roll.datasets.chat_template import ChatTemplate, Message, tokenize_rendered
 from roll.utils.logging import get_logger
 
 if TYPE_CHECKING:

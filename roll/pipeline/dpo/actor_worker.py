@@ -1,4 +1,4 @@
-"""The preference loss of the DPO pipeline. Rows are interleaved: row 2i is chosen, row 2i+1 rejected."""
+"""The preference loss of the DPO pipeline. Rows are interleaved: row 2i is chosen, 2i+1 rejected."""
 
 import warnings
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from roll.algorithms.aggregation import Count, at_least_one
 from roll.algorithms.preference_loss import (
     SMOOTHED_LOSSES,
+    PreferenceLoss,
     completion_mask,
     pair_accuracy,
     preference_loss,
@@ -23,9 +24,8 @@ from roll.pipeline.loss_io import Metrics, optional_column, report
 from roll.utils.columns import column
 from roll.utils.metrics.reduction import append_to_dict
 
-REFERENCE_SUMS = (
-    "reference_sums"  # a column: log-probability of each row's completion under the reference
-)
+# A column: log-probability of each row's completion under the reference.
+REFERENCE_SUMS = "reference_sums"
 
 
 def get_logps(
@@ -34,7 +34,9 @@ def get_logps(
     """(chosen, rejected), each (P,): summed log-probabilities of the completions.
 
     Args:
-        per_token_logps: (2P, S-1); attention_mask: (2P, S); prompt_id_lens: (2P,), attended tokens of the prompt.
+        per_token_logps: (2P, S-1).
+        attention_mask: (2P, S).
+        prompt_id_lens: (2P,), attended tokens of the prompt.
     """
     return split_pairs(sequence_log_probs(per_token_logps, attention_mask, prompt_id_lens)[0])
 
@@ -48,7 +50,7 @@ def loss_fn(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, chosen_rewards, rejected_rewards): the mean over these pairs, and the rewards of each, (P,).
+    """(loss, chosen_rewards, rejected_rewards): the mean over these pairs, and the rewards, (P,).
 
     `ipo` is IPO on summed log-probabilities; `preference_loss` has the other variants.
     """
@@ -66,7 +68,7 @@ def loss_fn(
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """Options of the loss, from the pipeline's configuration; `meta_info` of a batch may override each of them."""
+    """Options of the loss, from the config; `meta_info` of a batch may override each of them."""
 
     beta: float
     label_smoothing: float
@@ -77,16 +79,17 @@ class PreferenceSettings:
     @classmethod
     def of(cls, pipeline_config: Any, meta_info: dict[str, Any]) -> "PreferenceSettings":
         def option(name: str, *default: Any) -> Any:
-            return (
-                meta_info[name] if name in meta_info else getattr(pipeline_config, name, *default)
-            )
+            if name in meta_info:
+                return meta_info[name]
+            return getattr(pipeline_config, name, *default)
 
-        # ROLL's configurations have the first three only; the defaults of the others are ROLL's behaviour.
+        # ROLL's configs have the first three only; the defaults of the others are its behaviour.
         beta, label_smoothing, ipo = option("beta"), option("label_smoothing"), option("ipo")
         loss_type = option("loss_type", "sigmoid")
         if ipo and loss_type not in ("sigmoid", "ipo_sum"):
             raise ValueError(
-                f"ipo=True and loss_type={loss_type!r} ask for two different losses; set one of them"
+                f"ipo=True and loss_type={loss_type!r} ask for two different losses; set one of "
+                "them"
             )
         loss_type = "ipo_sum" if ipo else loss_type
         if label_smoothing and loss_type not in SMOOTHED_LOSSES:
@@ -94,13 +97,45 @@ class PreferenceSettings:
                 f"label_smoothing={label_smoothing} has no effect on loss type {loss_type!r}",
                 stacklevel=2,
             )
-        return cls(
-            beta,
-            label_smoothing,
-            loss_type,
-            option("reference_free", False),
-            option("discopop_tau", 0.05),
+        free, tau = option("reference_free", False), option("discopop_tau", 0.05)
+        return cls(beta, label_smoothing, loss_type, free, tau)
+
+    def loss(
+        self, policy_R: Tensor, reference_R: Tensor | None, lens_R: Tensor, **options: Any
+    ) -> tuple[PreferenceLoss, dict[str, Tensor]]:
+        """The loss of pairs, and their metrics by name, (P,) each.
+
+        Args:
+            policy_R, reference_R: (2P,) log-probs of the completions; no reference if it is free.
+            lens_R: (2P,) their lengths.
+        """
+        chosen_P, rejected_P = split_pairs(policy_R)
+        chosen_lens_P, rejected_lens_P = split_pairs(lens_R)
+        reference_chosen_P = reference_rejected_P = None
+        if reference_R is not None:
+            reference_chosen_P, reference_rejected_P = split_pairs(reference_R)
+        result = preference_loss(
+            policy_chosen_P=chosen_P,
+            policy_rejected_P=rejected_P,
+            reference_chosen_P=reference_chosen_P,
+            reference_rejected_P=reference_rejected_P,
+            chosen_lens_P=chosen_lens_P,
+            rejected_lens_P=rejected_lens_P,
+            loss_type=self.loss_type,
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            discopop_tau=self.discopop_tau,
+            **options,
         )
+        margins_P = result.chosen_rewards_P - result.rejected_rewards_P
+        return result, {
+            "acc": pair_accuracy(margins_P),
+            "margin": margins_P,
+            "chosen_reward": result.chosen_rewards_P,
+            "reject_reward": result.rejected_rewards_P,
+            "chosen_logps": chosen_P,
+            "reject_logps": rejected_P,
+        }
 
 
 class ActorWorker(BaseActorWorker):
@@ -108,12 +143,10 @@ class ActorWorker(BaseActorWorker):
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def compute_log_probs(self, data: DataProto) -> DataProto:
-        """Log-probability of every token given those before it: `log_probs`, (2P, S-1), prompt tokens included.
+        """Log-probability of every token given those before it: `log_probs`, (2P, S-1).
 
-        Args:
-            data: `input_ids`, `attention_mask` (2P, S), rows interleaved chosen, rejected. With
-                `meta_info["completion_only"]` the tokens of the prompt, by `prompt_id_lens` (2P,), are 0: the loss does
-                not read them, and scoring a token takes as much work as a layer or two.
+        With `meta_info["completion_only"]` the tokens of the prompt, by `prompt_id_lens` (2P,), are
+        0: the loss does not read them, and computing one takes as much work as a layer or two.
         """
         # Sizes of this pipeline count pairs.
         defaults = {"micro_batch_size": 2 * self.worker_config.infer_batch_size}
@@ -142,57 +175,30 @@ class ActorWorker(BaseActorWorker):
         return DataProto(meta_info={"metrics": self.step_metrics("actor", metrics, 1)})
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
-        """Sum of the pairs' losses over the pairs of the whole optimizer step. Returns (loss, metrics).
+        """Sum of the pairs' losses over the pairs of the whole optimizer step.
 
         Args:
-            data: `input_ids`, `attention_mask` (2P, S); `prompt_id_lens` (2P,); unless `reference_free` also
-                `reference_log_probs` (2P, S-1), or their sums over the completions, `reference_sums` (2P,).
-            output_tensor: the model's logits (2P, S, V), or hidden states with the head as `LinearLogits`.
+            data: `input_ids`, `attention_mask` (2P, S); `prompt_id_lens` (2P,); with a reference
+                also `reference_log_probs` (2P, S-1), or their sums, `reference_sums` (2P,).
+            output_tensor: logits (2P, S, V), or hidden states with the head as `LinearLogits`.
         """
         settings = PreferenceSettings.of(self.pipeline_config, data.meta_info)
         mask_RS, prompt_lens_R = data["attention_mask"], data["prompt_id_lens"]
-        # Only completion tokens are scored: the loss needs no others.
+        # Only completion tokens are computed: the loss needs no others.
         log_probs_RT, _ = self.score(data, output_tensor, completion_mask(mask_RS, prompt_lens_R))
         log_probs_R, lens_R = sequence_log_probs(log_probs_RT, mask_RS, prompt_lens_R)
-        chosen_P, rejected_P = split_pairs(log_probs_R)
-        chosen_lens_P, rejected_lens_P = split_pairs(lens_R)
-        reference_chosen_P = reference_rejected_P = None
+        reference_R = None
         if not settings.reference_free:
             reference_R = optional_column(data, REFERENCE_SUMS)
             if reference_R is None:
                 reference_RT = column(data, "reference_log_probs", "a loss with a reference")
                 reference_R, _ = sequence_log_probs(reference_RT, mask_RS, prompt_lens_R)
-            reference_chosen_P, reference_rejected_P = split_pairs(reference_R)
-        num_pairs = _num_pairs(data)
-        result = preference_loss(
-            policy_chosen_P=chosen_P,
-            policy_rejected_P=rejected_P,
-            reference_chosen_P=reference_chosen_P,
-            reference_rejected_P=reference_rejected_P,
-            chosen_lens_P=chosen_lens_P,
-            rejected_lens_P=rejected_lens_P,
-            loss_type=settings.loss_type,
-            beta=settings.beta,
-            label_smoothing=settings.label_smoothing,
-            discopop_tau=settings.discopop_tau,
-            num_pairs=num_pairs,
-        )
-        margins_P = result.chosen_rewards_P - result.rejected_rewards_P
-        per_pair = {
-            "acc": pair_accuracy(margins_P),
-            "margin": margins_P,
-            "chosen_reward": result.chosen_rewards_P,
-            "reject_reward": result.rejected_rewards_P,
-            "chosen_logps": chosen_P,
-            "reject_logps": rejected_P,
-        }
+        # Of the whole optimizer step where a strategy counted its rows, else of this batch.
+        counts = data.meta_info.get("global_valid_samples")
+        rows = len(data) if counts is None else counts["default"]
+        num_pairs: Count = at_least_one(rows / 2)
+        result, per_pair = settings.loss(log_probs_R, reference_R, lens_R, num_pairs=num_pairs)
         metrics = {
             f"actor/{name}@sum": values_P.sum() / num_pairs for name, values_P in per_pair.items()
         }
         return result.loss, report({"actor/loss@sum": result.loss, **metrics}, lens_R)
-
-
-def _num_pairs(data: DataProto) -> Count:
-    """Pairs of the whole optimizer step where a strategy counted its rows, else of this batch."""
-    counts = data.meta_info.get("global_valid_samples")
-    return at_least_one((len(data) if counts is None else counts["default"]) / 2)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
-from roll.datasets.prompts import Prompt, PromptSampler, domain_sizes
+from roll.datasets.encoding import Prompt
+from roll.datasets.sampler import PromptSampler, domain_sizes
 from roll.distributed.executor.cluster import Cluster
 from roll.engines.request import GenerationOutput, GenerationRequest
 from roll.exceptions import DataError

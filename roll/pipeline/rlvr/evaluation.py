@@ -8,7 +8,7 @@ from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.exceptions import ConfigError
 from roll.models.model_providers import default_tokenizer_provider
-from roll.pipeline.rlvr.prompt_data import load_val_prompts
+from roll.pipeline.data import load_data
 from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rollout import Tally
@@ -45,7 +45,7 @@ def evaluate(
     config = config.model_copy(update={"actor_infer": actor_infer})
     tokenizer = default_tokenizer_provider(model_args)
     check_rewards(config)
-    prompts = load_val_prompts(config, tokenizer)
+    prompts = load_data(config, "validation", tokenizer)
     assert prompts is not None
     seed_everything(config.seed)
     manager = ResourceManager(

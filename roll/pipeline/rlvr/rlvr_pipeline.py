@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from roll.algorithms.rewards import RunningMoments
 from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import DataError
+from roll.pipeline.data import load_data, make_sampler
 from roll.pipeline.policy_pipeline import MAX_EMPTY_STEPS, PolicyPipeline
 from roll.pipeline.rlvr.advantages import add_advantages
 from roll.pipeline.rlvr.async_rollout import AsyncRolloutCollector
 from roll.pipeline.rlvr.evaluation import evaluate
-from roll.pipeline.rlvr.prompt_data import load_train_prompts, load_val_prompts
 from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally
@@ -40,8 +40,8 @@ class RLVRPipeline(PolicyPipeline):
         self.sampler = self.val_prompts = None
         if not config.is_replay:
             check_rewards(config)
-            self.sampler = load_train_prompts(config, self.tokenizer)
-            self.val_prompts = load_val_prompts(config, self.tokenizer)
+            self.sampler = make_sampler(config, load_data(config, "actor_train", self.tokenizer))
+            self.val_prompts = load_data(config, "validation", self.tokenizer)
         super().__init__(config, progress=progress)
         self.rewards = {
             domain: self.make_cluster(f"reward-{domain}")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.datasets.prompts import Prompt, PromptSampler, domain_sizes
+from roll.datasets.encoding import Prompt
+from roll.datasets.sampler import PromptSampler, domain_sizes
 from roll.distributed.executor.cluster import Cluster
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
 from roll.pipeline.rlvr.rlvr_config import RewardFilterConfig, RLVRConfig

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from roll.datasets.collator import placed, positions
-from roll.datasets.prompts import Prompt
+from roll.datasets.encoding import Prompt
 from roll.distributed.scheduler.batch_columns import object_column
 from roll.distributed.scheduler.protocol import DataProto
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roll.datasets.prompts import PromptDataset
+from roll.datasets.encoding import PromptDataset
 from roll.engines.request import SamplingParams
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.rlvr.rollout import Generate, Tally, scored_groups

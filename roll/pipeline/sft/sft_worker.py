@@ -16,7 +16,7 @@ from roll.pipeline.loss_io import Metrics, loss_counts, report
 from roll.utils.columns import loss_mask
 from roll.utils.metrics.reduction import append_to_dict
 
-# Positions whose logits are built at the same time to see whether the answer's token is the most likely one.
+# Positions whose logits are built at the same time to see which token is the most likely one.
 _POSITIONS_AT_ONCE = 1024
 
 
@@ -44,9 +44,12 @@ class SFTWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST, clear_cache=False)
     def evaluate(self, data: DataProto) -> DataProto:
-        """For each row, (rows,): `loss` summed over the answer, `tokens` in it, and `correct`, how many of them are the
-        most likely next token. A row whose tokens all are is what greedy decoding would answer. And `log_probs`,
-        (rows, S-1), of every token of the answer, 0 elsewhere."""
+        """How well the model knows the answers.
+
+        Returns (rows,): `loss` summed over the answer, `tokens` in it, and `correct`, how many of
+        them are the most likely next token; a row where all are is what greedy decoding would
+        answer. And `log_probs`, (rows, S-1), of every token of the answer, 0 elsewhere.
+        """
         results = self.strategy.forward_step(
             self.strategy.get_data_input(data), self.forward_func_evaluate
         )
@@ -58,20 +61,14 @@ class SFTWorker(ActorWorker):
         mask_BT = loss_mask(data)
         log_probs_BT, _ = self.score(data, output_tensor, mask_BT)
         labels = data["input_ids"][:, 1:][mask_BT]
+        answer_logits, best = output_tensor[:, :-1][mask_BT], []
+        for start in range(0, answer_logits.shape[0], _POSITIONS_AT_ONCE):
+            logits = answer_logits[start : start + _POSITIONS_AT_ONCE]
+            if isinstance(logits, LinearLogits):
+                logits = logits.materialize()
+            best.append(logits.argmax(-1))
         is_best_BT = torch.zeros_like(mask_BT)
-        is_best_BT[mask_BT] = _most_likely(output_tensor[:, :-1][mask_BT]) == labels
+        is_best_BT[mask_BT] = torch.cat(best) == labels
         loss_B = -log_probs_BT.sum(-1)
         counts = {"tokens": mask_BT.sum(-1), "correct": is_best_BT.sum(-1)}
         return loss_B, {"loss": loss_B, "log_probs": log_probs_BT, **counts}
-
-
-def _most_likely(logits: ModelOutput) -> Tensor:
-    """The most likely token at each of N positions, (N,)."""
-    pieces = [
-        logits[start : start + _POSITIONS_AT_ONCE]
-        for start in range(0, logits.shape[0], _POSITIONS_AT_ONCE)
-    ]
-    tensors = (
-        piece.materialize() if isinstance(piece, LinearLogits) else piece for piece in pieces
-    )
-    return torch.cat([tensor.argmax(-1) for tensor in tensors])

@@ -220,8 +220,8 @@ def test_resume_in_the_middle_of_epoch_two_is_bit_equal(
     assert 1 < cut.sampler.epoch + cut.sampler.index / 22 < 2
     if reference == "precompute":
         monkeypatch.setattr(
-            "roll.pipeline.dpo.dpo_pipeline.score_pairs",
-            _only_the_policy(cut.data.datasets["train"]),
+            "roll.pipeline.dpo.dpo_pipeline.compute_pair_log_probs",
+            _only_the_policy(cut.datasets["train"]),
         )
     resumed = train(make_config(inputs, tmp_path, resume_from_checkpoint=True, **values))
     assert resumed.run_dir == cut.run_dir
@@ -234,14 +234,14 @@ def test_resume_in_the_middle_of_epoch_two_is_bit_equal(
 
 
 def _only_the_policy(train_data):
-    """`score_pairs`, failing where the stored scores of the reference should have been used."""
-    from roll.pipeline.dpo.reference_scores import score_pairs
+    """As the original, failing where the stored log-probs of the reference should be used."""
+    from roll.pipeline.dpo.pair_log_probs import compute_pair_log_probs
 
     def guarded(cluster, dataset, *args, **options):
         assert cluster.cluster_name == "actor_train" and len(dataset) != len(train_data), (
             "scored again"
         )
-        return score_pairs(cluster, dataset, *args, **options)
+        return compute_pair_log_probs(cluster, dataset, *args, **options)
 
     return guarded
 

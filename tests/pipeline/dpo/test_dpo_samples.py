@@ -9,7 +9,7 @@ from report_reader import read_data
 from tiny_models import make_model_folder
 from transformers import AutoModelForCausalLM
 
-from roll.pipeline.dpo import samples
+from roll.pipeline.dpo import pair_log_probs
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.dpo.dpo_pipeline import ACCURACY, DPOPipeline
 from roll.utils.tracking import read_metrics
@@ -156,7 +156,7 @@ def test_a_precomputed_reference_and_none_at_all(run, inputs, tmp_path):
 def test_long_data_is_sampled_evenly_and_resuming_writes_the_same(
     run, inputs, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(samples, "NUM_PAIRS", 4)
+    monkeypatch.setattr(pair_log_probs, "NUM_SAMPLES", 4)
     cut = train(inputs, tmp_path, max_steps=2)
     records = records_of(cut, 2)
     assert [record["group"] for record in records[::2]] == ["pair 0", "pair 2", "pair 4", "pair 6"]

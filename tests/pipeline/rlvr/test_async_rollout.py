@@ -9,8 +9,9 @@ import pytest
 from rlvr_setup import make_values
 from tiny_models import tiny_tokenizer
 
-from roll.datasets.prompts import PromptSampler, encode_prompts
-from roll.datasets.table import RowsTable
+from roll.datasets.encoding import encode_prompts
+from roll.datasets.sampler import PromptSampler
+from roll.datasets.tables import Table
 from roll.engines.request import GenerationOutput
 from roll.exceptions import DataError
 from roll.pipeline.rlvr.async_rollout import AsyncRolloutCollector
@@ -73,7 +74,7 @@ def make(
     )
     rows = [{"prompt": f"q{i}"} for i in range(500)]
     dataset = encode_prompts(
-        RowsTable("data", rows),
+        Table("data", rows),
         TOKENIZER,
         max_length=8,
         template="base",

@@ -6,8 +6,9 @@ import pytest
 from rlvr_setup import make_values
 from tiny_models import tiny_tokenizer
 
-from roll.datasets.prompts import PromptSampler, encode_prompts
-from roll.datasets.table import RowsTable
+from roll.datasets.encoding import encode_prompts
+from roll.datasets.sampler import PromptSampler
+from roll.datasets.tables import Table
 from roll.engines.request import GenerationOutput
 from roll.pipeline.rlvr.rlvr_config import RewardFilterConfig, RLVRConfig
 from roll.pipeline.rlvr.rollout import RolloutCollector, is_kept
@@ -24,7 +25,7 @@ def collector(
     config = RLVRConfig(**make_values(tmp_path, rewards=rewards, **overrides))
     rows = [{"prompt": f"q{i}", "domain": list(rewards)[i % len(rewards)]} for i in range(num_rows)]
     dataset = encode_prompts(
-        RowsTable("data", rows),
+        Table("data", rows),
         TOKENIZER,
         max_length=8,
         template="base",

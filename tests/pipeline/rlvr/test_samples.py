@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from roll.datasets.prompts import Prompt
+from roll.datasets.encoding import Prompt
 from roll.engines.request import GenerationOutput
 from roll.exceptions import DataError
-from roll.pipeline.rlvr.prompt_data import check_columns
+from roll.pipeline.data import check_columns
 from roll.pipeline.rlvr.samples import (
     Group,
     Sample,

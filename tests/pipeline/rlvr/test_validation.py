@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rlvr_setup import make_config
 
-from roll.datasets.prompts import Prompt
+from roll.datasets.encoding import Prompt
 from roll.pipeline.rlvr.samples import Group, Sample, ScoredSample
 from roll.pipeline.rlvr.validation import ValSampling, pass_at_k, val_metrics
 

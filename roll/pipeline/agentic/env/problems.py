@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.datasets.files import load_table
+from roll.datasets.tables import load_table
 from roll.exceptions import ConfigError
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {

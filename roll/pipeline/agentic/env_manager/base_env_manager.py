@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from roll.datasets.messages import Message
+from roll.datasets.chat_template import Message
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
 from roll.pipeline.agentic.agentic_config import EnvTemplate
 from roll.pipeline.agentic.conversation import Conversation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll.datasets.messages import Message
+from roll.datasets.chat_template import Message
 from roll.pipeline.agentic.env_manager.step_env_manager import StepEnvManager
 
 

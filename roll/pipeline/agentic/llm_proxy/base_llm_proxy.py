@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll.datasets.messages import Message
+from roll.datasets.chat_template import Message
 from roll.engines.request import FinishReason, GenerationOutput, GenerationRequest
 from roll.exceptions import ConfigError
 from roll.utils.import_utils import import_class
