@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.datasets.prompts import Prompt
+from roll.datasets.encoding import Prompt
 from roll.utils.rollout_log import DroppedSample
 
 
