@@ -13,6 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED: dict[str, str] = {
+    "roll.distributed.scheduler.generate_scheduler": "roll.distributed.scheduler.protocol",
+    "roll.distributed.scheduler.initialize": "roll.distributed.scheduler.resource_manager",
     "roll.pipeline.agentic.agentic_actor_pg_worker": "roll.pipeline.base_worker",
     "roll.pipeline.agentic.agentic_actor_worker": "roll.pipeline.base_worker",
     "roll.pipeline.rlvr.actor_pg_worker": "roll.pipeline.rlvr.actor_worker",

@@ -53,6 +53,19 @@ class EchoWorker(Worker):
     def rows_seen(self, data: DataProto) -> list[list[int]]:
         return [data.batch["x"].tolist()]
 
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
+    def cannot_be_joined(self, data: DataProto) -> int:
+        return 1
+
+    @register(
+        dispatch_mode={
+            "dispatch_fn": lambda cluster, text: ((list(text),), {}),
+            "collect_fn": lambda cluster, output: "".join(output),
+        }
+    )
+    def shout(self, letter: str) -> str:
+        return letter.upper()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def tell(self, word: str, times: int = 1) -> str:
         return f"{self.rank}:{word * times}"

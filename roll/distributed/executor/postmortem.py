@@ -1,7 +1,8 @@
-"""Why a worker process ended, or where it hangs: found out on its machine, from what it left behind.
+"""Why a worker process ended, or where it hangs: found out on its machine, from what it left.
 
-A process that is killed cannot say so, and Ray reports only that a connection closed. What does survive is its stderr
-file (a fatal signal or `os._exit` leaves a line there) and the kernel's count of out-of-memory kills.
+A process that is killed cannot say so, and Ray reports only that a connection closed. What does
+survive is its stderr file (a fatal signal or `os._exit` leaves a line there) and the kernel's count
+of out-of-memory kills.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class ProcessRecord:
 
 
 def prepare_this_process() -> ProcessRecord:
-    """Called in a worker process before any work: leave last words on `os._exit`, a stack dump on SIGUSR2."""
+    """In a worker process, before any work: last words on `os._exit`, a stack dump on SIGUSR2."""
     try:
         stderr_path = os.readlink("/proc/self/fd/2")
     except OSError:  # no /proc on this system
         stderr_path = ""
-    record = ProcessRecord(
-        os.getpid(), stderr_path if os.path.isfile(stderr_path) else "", oom_kill_count()
-    )
+    if not os.path.isfile(stderr_path):
+        stderr_path = ""
+    record = ProcessRecord(os.getpid(), stderr_path, oom_kill_count())
     leave = os._exit
 
     def leave_with_last_words(status: int) -> NoReturn:
@@ -54,14 +55,14 @@ def prepare_this_process() -> ProcessRecord:
 
     os._exit = leave_with_last_words
     if record.stack_path and hasattr(signal, "SIGUSR2"):
-        # faulthandler writes to this descriptor from a signal handler, so it stays open as long as the process lives.
+        # faulthandler writes here from a signal handler, so it stays open while the process lives.
         descriptor = os.open(record.stack_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
     return record
 
 
 def oom_kill_count() -> int:
-    """How many processes the kernel of this machine has killed for lack of memory since it booted."""
+    """How many processes the kernel has killed for lack of memory since the machine booted."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -70,30 +71,41 @@ def oom_kill_count() -> int:
 
 
 def explain_death(record: ProcessRecord, report: str) -> str:
-    """Why the process of `record` ended. `report` is what Ray says of it. Runs on the machine of the process."""
-    tail = _tail(record.stderr_path)
+    """Why the process ended; `report` is what Ray says. Runs on the machine of the process."""
+    tail, report = "", " ".join(report.split())
+    try:
+        with open(record.stderr_path, "rb") as file:
+            file.seek(max(0, os.path.getsize(record.stderr_path) - _TAIL_BYTES))
+            tail = file.read().decode(errors="replace")
+    except OSError:
+        pass  # nothing was left, or the folder is gone
     if re.search(r"memory pressure|low on memory|OutOfMemory|memory usage threshold", report):
-        return _out_of_memory(record.pid, report)
-    if exited := re.search(r"exit code (-?\d+)", report):
+        reason = "out of memory: Ray's memory monitor ended it"
+        machine = re.search(r"was (\S+) used / (\S+) limit", report)
+        if machine is None:
+            return f"{reason}: {report}"
+        reason += f" when {machine[1]} of {machine[2]} were in use on that machine"
+        own = re.search(rf"pid={record.pid}, actual memory used=([^,\s]+)", report)
+        return reason + (f", {own[1]} of it by this worker" if own else "")
+    last_words = re.search(re.escape(_LAST_WORDS) + r"\((-?\d+)\)", tail)
+    if exited := re.search(r"exit code (-?\d+)", report) or last_words:
         return f"it exited with exit code {exited[1]}"
-    if left := re.search(re.escape(_LAST_WORDS) + r"\((-?\d+)\)", tail):
-        return f"it exited with exit code {left[1]}"
     if fatal := re.search(r"\*\*\* (SIG[A-Z0-9]+) received", tail):
         frames = _method_frames(tail[fatal.start() :])
         return f"it crashed with {fatal[1]}" + (f" in\n{frames}" if frames else "")
     killed = oom_kill_count() - record.oom_kills
     if killed > 0:
         return (
-            "most likely out of memory: it was killed with SIGKILL, and the kernel's out-of-memory killer ended "
-            f"{killed} process(es) on that machine since the worker started"
+            "most likely out of memory: it was killed with SIGKILL, and the kernel's out-of-memory "
+            f"killer ended {killed} process(es) on that machine since the worker started"
         )
     if "connection error" in report or "End of file" in report:
         return "it was killed with SIGKILL (kill -9), or ended without a word"
-    return _one_line(report)
+    return report
 
 
 def stack_of(record: ProcessRecord) -> str:
-    """The Python stack of a living worker process, most recent call first. Runs on the machine of the process."""
+    """The Python stack of a living worker, most recent call first. Runs on its machine."""
     if not record.stack_path or sys.platform == "win32":
         return ""
     path = Path(record.stack_path)
@@ -111,7 +123,7 @@ def stack_of(record: ProcessRecord) -> str:
 
 
 def _method_frames(dump: str) -> str:
-    """Of faulthandler's dump of all threads: the frames inside the worker's method, without those that called it."""
+    """Of faulthandler's dump of all threads: the frames inside the worker's method."""
     frames: list[str] = []
     for line in dump.splitlines():
         if not line.startswith("  File "):
@@ -121,29 +133,3 @@ def _method_frames(dump: str) -> str:
         else:
             frames.append(line)
     return ""
-
-
-def _out_of_memory(pid: int, report: str) -> str:
-    """Of the long report of Ray's memory monitor: how full the machine was, and what the worker itself held."""
-    reason = "out of memory: Ray's memory monitor ended it"
-    machine = re.search(r"was (\S+) used / (\S+) limit", report)
-    if machine is None:
-        return f"{reason}: {_one_line(report)}"
-    reason += f" when {machine[1]} of {machine[2]} were in use on that machine"
-    own = re.search(rf"pid={pid}, actual memory used=([^,\s]+)", report)
-    return reason + (f", {own[1]} of it by this worker" if own else "")
-
-
-def _tail(path: str) -> str:
-    if not path:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -1,15 +1,18 @@
 """Workers as Ray actors, one process per rank. The only module that imports ray.
 
-Each worker sits inside an actor whose public methods are those of the worker class: `worker.method.remote(...)` works
-on the handles of a cluster as it does on any Ray actor, and calls between methods inside the worker stay plain calls.
-References are Ray's own: `ray.get` works on what `blocking=False` returns. A class with async methods has an event
-loop; its sync methods run on that loop and hold it up meanwhile.
+Each worker sits inside an actor whose public methods are those of the worker class:
+`worker.method.remote(...)` works on the handles of a cluster as it does on any Ray actor, and calls
+between methods inside the worker stay plain calls. References are Ray's own: `ray.get` works on
+what `blocking=False` returns. A class with async methods has an event loop; its sync methods run on
+that loop and hold it up meanwhile.
 
-Start-up has two phases. First all processes start at once, each with its environment variables from the beginning, and
-rank 0 reserves the port where the ranks will meet; then every worker is constructed with that knowledge.
+Start-up has two phases. First all processes start at once, each with its environment variables from
+the beginning, and rank 0 reserves the port where the ranks will meet; then every worker is
+constructed with that knowledge.
 
-Waiting never depends on one process alone. The first failure is raised at once. When a worker process is gone, the
-reason is looked up on its machine and the other workers are killed: they may wait in a collective for it.
+Waiting never depends on one process alone. The first failure is raised at once. When a worker
+process is gone, the reason is looked up on its machine and the other workers are killed: they may
+wait in a collective for it.
 """
 
 import atexit
@@ -22,18 +25,16 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction
-from typing import Any, NoReturn
+from typing import Any
 
 from roll.distributed.executor.backend import (
-    ExecutorBackend,
     WorkerSpec,
-    clears_cache,
-    construct,
+    after_call,
     failure_message,
-    free_cached_memory,
     public_methods,
     timeout_message,
 )
@@ -76,15 +77,16 @@ try:
     )
 except ImportError as error:
     raise MissingDependencyError(
-        f"the Ray backend needs ray, which is not installed: {install_hint('ray')}. Without it, give every role "
-        "that holds a model one worker and leave backend at 'auto' or 'local'"
+        f"the Ray backend needs ray, which is not installed: {install_hint('ray')}. Without it, "
+        "give every role that holds a model one worker and leave backend at 'auto' or 'local'"
     ) from error
 
 logger = get_logger(__name__)
 
 # Errors that mean "the process is gone", as opposed to an exception that a method raised.
 _DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError)
-# Workers share the CPUs and GPUs of a machine by agreement (`device_mapping`), so Ray books next to nothing for each.
+# Workers share the CPUs and GPUs of a machine by agreement (`device_mapping`), so Ray books next to
+# nothing for each.
 _BOOKED = 0.01
 _SECONDS_BETWEEN_START_WARNINGS = 30.0
 _SECONDS_FOR_POSTMORTEM = 5.0
@@ -104,30 +106,31 @@ _GPU_RESERVATIONS: "weakref.WeakKeyDictionary[ResourceManager, PlacementGroup]" 
 
 
 def connect_to_ray() -> None:
-    """Join the Ray that `RAY_ADDRESS` names or that runs on this machine; start one if there is none."""
+    """Join the Ray that `RAY_ADDRESS` names or that runs on this machine; else start one."""
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ConfigError(
-            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is a Ray Client address; run the program on a machine of the "
-            "cluster (or with `ray job submit`) and give its host:port, or 'auto'"
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is a Ray Client address; run the program on "
+            "a machine of the cluster (or with `ray job submit`) and give its host:port, or 'auto'"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray turns on token authentication for a cluster that it starts, which is right, and warns about it every time.
+    # Ray turns on token authentication for a cluster that it starts, which is right, and warns
+    # about it every time.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
         logging.ERROR
     )
     ray.init(namespace=RAY_NAMESPACE, include_dashboard=False, logging_level=logging.WARNING)
 
 
-@atexit.register  # runs before Ray's own exit handler, which was registered when ray was imported above
+@atexit.register  # runs before Ray's own exit handler, which `import ray` above has registered
 def _end_all_workers() -> None:
     for backend in list(_LIVE_BACKENDS):
         backend.shutdown()
 
 
 class RemoteFailure(WorkerError):
-    """A worker's failure on its way to the caller: the message as text, the original exception pickled if it can be."""
+    """A worker's failure on its way to the caller: a text, and the exception if it pickles."""
 
     def __init__(self, message: str, pickled_cause: bytes | None) -> None:
         super().__init__(message)
@@ -136,23 +139,12 @@ class RemoteFailure(WorkerError):
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteFailure, (str(self), self.pickled_cause)
 
-    @classmethod
-    def of(cls, context: WorkerContext, method: str, error: Exception) -> "RemoteFailure":
-        pickled_cause = None
-        try:
-            pickled_cause = cloudpickle.dumps(error)
-        except Exception:  # noqa: BLE001 - user-defined exceptions fail to pickle in any way they like; the text remains
-            logger.debug(
-                "%s: %s does not survive pickling", context.worker_name, type(error).__name__
-            )
-        return cls(failure_message(context, method, error), pickled_cause)
-
     def cause(self) -> BaseException | None:
         if self.pickled_cause is None:
             return None
         try:
             return pickle.loads(self.pickled_cause)
-        except Exception:  # noqa: BLE001 - unpickling runs the class's own code, if that exists here; the text remains
+        except Exception:  # noqa: BLE001 - runs the exception's own code; the text remains
             return None
 
 
@@ -166,7 +158,7 @@ class _Started:
 
 
 class _Host:
-    """The actor around one worker. `_host_class` adds one forwarding method for every public method of the worker."""
+    """The actor around one worker. `_host_class` adds the public methods of the worker class."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -174,87 +166,82 @@ class _Host:
         self._meeting_point: socket.socket | None = None
         self._process = prepare_this_process()
         if context.devices:
-            _show_only([device.gpu_rank for device in context.devices])
+            # Show this process its GPUs alone. The numbers of device_mapping count among those that
+            # the machine's Ray itself was shown.
+            gpus = [device.gpu_rank for device in context.devices]
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            names = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpus) + 1)]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
 
     def __repr__(self) -> str:  # Ray puts this in front of the lines that the worker prints
         return self._context.worker_name
 
     def _report(self) -> _Started:
-        return _Started(
-            ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self._process
-        )
+        node_id = ray.get_runtime_context().get_node_id()
+        return _Started(node_id, ray.util.get_node_ip_address(), self._process)
 
     def _reserve_port(self) -> tuple[str, int]:
         """Address and port where the ranks can meet.
 
-        The socket stays bound and never listens: no other program is given the port meanwhile, and torch, which also
-        sets SO_REUSEADDR, can still listen on it whenever it wants.
+        The socket stays bound and never listens: no other program is given the port meanwhile, and
+        torch, which also sets SO_REUSEADDR, can still listen on it whenever it wants.
         """
         self._meeting_point = socket.socket()
         self._meeting_point.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._meeting_point.bind(("", 0))
         return ray.util.get_node_ip_address(), self._meeting_point.getsockname()[1]
 
+    @contextlib.contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        """The border of a worker: every failure inside becomes one kind of error."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - see above
+            pickled = None
+            # User-defined exceptions fail to pickle in any way they like; the text remains.
+            with contextlib.suppress(Exception):
+                pickled = cloudpickle.dumps(error)
+            message = failure_message(self._context, method, error)
+            raise RemoteFailure(message, pickled) from None
+        after_call(type(self._worker), method)
+
     def _construct(
         self, payload: bytes, context: WorkerContext, env: Mapping[str, str], import_path: list[str]
     ) -> None:
-        """Build the worker. `payload` holds its class and configuration, and needs `import_path` to be unpickled."""
+        """Build the worker from its pickled class and configuration, which need `import_path`."""
         self._context = context
         assert context.master is not None
         host, port = context.master
         os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port), **env})
         sys.path.extend(folder for folder in import_path if folder not in sys.path)
-        try:
+        with self._calling("__init__"):
             worker_cls, worker_config = pickle.loads(payload)
-            self._worker = construct(worker_cls, worker_config, context)
-        except Exception as error:  # noqa: BLE001 - the border of a worker: every failure becomes one kind of error
-            raise RemoteFailure.of(context, "__init__", error) from None
+            self._worker = WorkerSpec(worker_cls, worker_config, context).construct()
 
 
 def _host_class(worker_cls: type[Worker]) -> type[_Host]:
-    """An actor class with the public methods of `worker_cls`, which run on the worker inside and translate failures."""
+    """An actor class with the public methods of `worker_cls`, run on the worker inside."""
 
-    def forward(method: str, clear_cache: bool) -> Callable[..., Any]:
+    def forward(method: str) -> Callable[..., Any]:
         def call(self: _Host, *args: Any, **kwargs: Any) -> Any:
-            try:
-                value = getattr(self._worker, method)(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - as in _construct
-                raise RemoteFailure.of(self._context, method, error) from None
-            if clear_cache:
-                free_cached_memory()
-            return value
+            with self._calling(method):
+                return getattr(self._worker, method)(*args, **kwargs)
 
-        return call
+        async def call_async(self: _Host, *args: Any, **kwargs: Any) -> Any:
+            with self._calling(method):
+                return await getattr(self._worker, method)(*args, **kwargs)
 
-    def forward_async(method: str, clear_cache: bool) -> Callable[..., Any]:
-        async def call(self: _Host, *args: Any, **kwargs: Any) -> Any:
-            try:
-                value = await getattr(self._worker, method)(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - as in _construct
-                raise RemoteFailure.of(self._context, method, error) from None
-            if clear_cache:
-                free_cached_memory()
-            return value
+        return call_async if iscoroutinefunction(getattr(worker_cls, method)) else call
 
-        return call
-
-    methods = {
-        name: (forward_async if iscoroutinefunction(function) else forward)(
-            name, clears_cache(worker_cls, name)
-        )
-        for name, function in public_methods(worker_cls).items()
-    }
-    return type(worker_cls.__name__, (_Host,), methods)
+    return type(worker_cls.__name__, (_Host,), {m: forward(m) for m in public_methods(worker_cls)})
 
 
-class RayBackend(ExecutorBackend):
-    """The workers of one cluster, as Ray actors."""
+class RayBackend:
+    """The workers of one cluster, as Ray actors. See `LocalBackend` for what the methods do."""
 
     def __init__(self, resource_manager: ResourceManager) -> None:
         self._resource_manager = resource_manager
-        self._handles: list[
-            Any
-        ] = []  # actor handles; their methods are not known to a type checker
+        self._handles: list[Any] = []  # actor handles, whose methods no type checker knows
         self._contexts: dict[Any, WorkerContext] = {}  # by actor id
         self._started: dict[Any, _Started] = {}  # by actor id
         self._closed_because = ""
@@ -269,44 +256,65 @@ class RayBackend(ExecutorBackend):
         _LIVE_BACKENDS.add(self)
         try:
             self._start_processes(specs, timeout)
-            self._construct_workers(specs, timeout)
+            (master,) = self.gather([self._handles[0]._reserve_port.remote()], "__init__", timeout)
+            # Pickled by hand: unpickled once the driver's import path is in place, and a failure is
+            # ours to report.
+            payload = ray.put(cloudpickle.dumps((specs[0].worker_cls, specs[0].worker_config)))
+            import_path = [os.path.abspath(folder) for folder in sys.path]
+            refs = []
+            for handle, spec in zip(self._handles, specs, strict=True):
+                index = 0 if spec.context.devices else None  # the process sees its own devices only
+                context = replace(spec.context, master=master, device_index=index)
+                refs.append(handle._construct.remote(payload, context, dict(spec.env), import_path))
+            self.gather(refs, "__init__", timeout)
         except BaseException:
             self.shutdown()
             raise
         return list(self._handles)
 
-    def submit(
-        self, handle: ActorHandle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> ObjectRef:
+    def starter(self, handle: Any, method: str) -> Callable[..., ObjectRef]:
         if self._closed_because:
             raise WorkerDiedError(f"{method}() cannot be called: {self._closed_because}")
-        return getattr(handle, method).remote(*args, **kwargs)
+        return getattr(handle, method).remote
+
+    def started(self, handle: Any, method: str, outcome: ObjectRef) -> ObjectRef:
+        return outcome
+
+    def failed(self, handle: Any, method: str, error: Exception) -> ObjectRef:
+        raise error  # the call was not sent: nothing that a worker did
+
+    def share(self, values: list[Any]) -> list[Any]:
+        counts, shared = Counter(map(id, values)), {}
+        for value in values:
+            small = value is None or isinstance(value, bool | int | float | str)
+            if counts[id(value)] > 1 and not small and id(value) not in shared:
+                shared[id(value)] = ray.put(value)
+        return [shared.get(id(value), value) for value in values]
 
     def gather(self, refs: Sequence[ObjectRef], method: str, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
         values: dict[ObjectRef, Any] = {}
         pending = list(dict.fromkeys(refs))
         while pending:
-            ready, pending = ray.wait(
-                pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
-            )
-            if not ready:
-                _never_mind(pending)
-                raise self._timeout(pending, method, timeout, len(refs))
+            patience = max(0.0, deadline - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=patience)
             try:
+                if not ready:
+                    raise self._timed_out(pending, method, timeout, len(refs))
                 values[ready[0]] = ray.get(ready[0])
-            except RayError as error:
-                ref, root = _root_cause(ready[0], error, pending)
-                _never_mind(pending)
-                self._raise(ref, method, root)
+            except (RayError, WorkerTimeoutError) as error:
+                failure = error
+                if isinstance(error, RayError):
+                    failure = self._failure(*_root_cause(ready[0], error, pending), method)
+                # Nobody will ask for the other outcomes; without this, Ray prints every failure
+                # among them as unhandled.
+                for ref in pending:
+                    ref.future().add_done_callback(lambda future: future.exception())
+                raise failure from failure.__cause__
         return [values[ref] for ref in refs]
 
-    def node_of(self, handle: ActorHandle) -> str:
+    def node_of(self, handle: Any) -> str:
         return self._started[handle._actor_id].node_address
-
-    def share(self, value: Any) -> Any:
-        small = value is None or isinstance(value, bool | int | float | str)
-        return value if small else ray.put(value)
 
     def shutdown(self) -> None:
         self._closed_because = self._closed_because or "its cluster was shut down"
@@ -327,21 +335,6 @@ class RayBackend(ExecutorBackend):
             handle: Any = actor_cls.options(**_actor_options(spec, gpus)).remote(spec.context)
             self._handles.append(handle)
             self._contexts[handle._actor_id] = spec.context
-        self._wait_for_processes(timeout)
-
-    def _construct_workers(self, specs: Sequence[WorkerSpec], timeout: float) -> None:
-        (master,) = self.gather([self._handles[0]._reserve_port.remote()], "__init__", timeout)
-        # Pickled by hand: unpickled once the driver's import path is in place, and a failure is ours to report.
-        payload = ray.put(cloudpickle.dumps((specs[0].worker_cls, specs[0].worker_config)))
-        import_path = [os.path.abspath(folder) for folder in sys.path]
-        refs = []
-        for handle, spec in zip(self._handles, specs, strict=True):
-            index = 0 if spec.context.devices else None  # the process sees its own devices only
-            context = replace(spec.context, master=master, device_index=index)
-            refs.append(handle._construct.remote(payload, context, dict(spec.env), import_path))
-        self.gather(refs, "__init__", timeout)
-
-    def _wait_for_processes(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         refs = [handle._report.remote() for handle in self._handles]
         waiting: list[Any] = refs
@@ -357,28 +350,31 @@ class RayBackend(ExecutorBackend):
                     )
                 logger.warning("still waiting for the processes of %s; %s", names, free)
         reports = self.gather(refs, "__init__", timeout)
-        self._started = {
-            handle._actor_id: report for handle, report in zip(self._handles, reports, strict=True)
-        }
+        for handle, report in zip(self._handles, reports, strict=True):
+            self._started[handle._actor_id] = report
 
     def _context_of(self, ref: ObjectRef) -> WorkerContext:
         return self._contexts[ref.task_id().actor_id()]
 
-    def _raise(self, ref: ObjectRef, method: str, error: RayError) -> NoReturn:
-        """Turn Ray's report of one failed call into the one error that the caller sees."""
+    def _failure(self, ref: ObjectRef, error: RayError, method: str) -> WorkerError:
+        """The one error that the caller sees, from Ray's report of a failed call."""
         context = self._context_of(ref)
         if isinstance(error, _DEATHS):
-            raise self._died(ref, method, error) from None
-        if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteFailure):
-            raise WorkerError(str(error.cause)) from error.cause.cause()
-        # The call did not reach the worker's method, or its outcome did not reach us: arguments that do not unpickle
-        # there, a full object store ...
+            return self._died(ref, method, error)
         cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, RemoteFailure):
+            failure = WorkerError(str(cause))
+            failure.__cause__ = cause.cause()
+            return failure
+        # The call did not reach the worker's method, or its outcome did not reach us: arguments
+        # that do not unpickle there, a full object store ...
         text = _TERMINAL_COLOURS.sub("", str(error))
-        raise WorkerError(f"{context.describe()} failed in {method}(): {text}") from cause
+        failure = WorkerError(f"{context.describe()} failed in {method}(): {text}")
+        failure.__cause__ = cause
+        return failure
 
     def _died(self, ref: ObjectRef, method: str, error: RayError) -> WorkerDiedError:
-        """Find out why, and end the other workers. Calls that were under way elsewhere report the first death."""
+        """Find out why, and end the other workers. Calls that ran elsewhere report the same."""
         if self._closed_because:
             return WorkerDiedError(f"{method}() did not finish: {self._closed_because}")
         context = self._context_of(ref)
@@ -388,47 +384,39 @@ class RayBackend(ExecutorBackend):
             where = f", pid {started.process.pid} on {started.node_address}"
             reason = _on_node(started.node_id, explain_death, started.process, str(error)) or reason
         who = f"{context.worker_name} (rank {context.rank} of {context.world_size}{where})"
-        self._closed_because = f"{who} died during {method}(): {reason}"
+        self._closed_because = message = f"{who} died during {method}(): {reason}"
         others = len(self._handles) - 1
         self._kill_workers()
-        stopped = (
-            f"\nThe other {others} worker(s) of {context.cluster_name} were stopped."
-            if others
-            else ""
-        )
-        return WorkerDiedError(f"{self._closed_because}{stopped}")
+        if others:
+            message += f"\nThe other {others} worker(s) of {context.cluster_name} were stopped."
+        return WorkerDiedError(message)
 
-    def _timeout(
+    def _timed_out(
         self, pending: Sequence[ObjectRef], method: str, timeout: float, num_calls: int
     ) -> WorkerTimeoutError:
-        message = timeout_message(
-            method, timeout, [self._context_of(ref) for ref in pending], num_calls
-        )
-        for ref in pending:
+        contexts = [self._context_of(ref) for ref in pending]
+        message = timeout_message(method, timeout, contexts, num_calls)
+        for ref, context in zip(pending, contexts, strict=True):
             started = self._started.get(ref.task_id().actor_id())
-            stack = (
-                _on_node(started.node_id, stack_of, started.process)
-                if started is not None
-                else None
-            )
+            stack = None
+            if started is not None:
+                stack = _on_node(started.node_id, stack_of, started.process)
             if stack:
-                message += f"\n{self._context_of(ref).worker_name} is here (most recent call first):\n{stack}"
+                message += f"\n{context.worker_name} is here (most recent call first):\n{stack}"
         return WorkerTimeoutError(message)
 
 
 def _root_cause(
     ref: ObjectRef, error: RayError, pending: Sequence[ObjectRef]
 ) -> tuple[ObjectRef, RayError]:
-    """The death of another worker, where `error` only says that a peer was lost; else `error` itself.
+    """The death of another worker, where `error` says that a peer was lost; else `error` itself.
 
-    Peers in a collective notice a closed connection at once, often before Ray notices that a process is gone.
+    Peers in a collective notice a closed connection at once, often before Ray notices that a
+    process is gone.
     """
     deadline = time.monotonic() + _SECONDS_FOR_A_DEATH_TO_SHOW
-    waiting = (
-        list(pending)
-        if _LOST_PEER.search(str(getattr(error, "cause", "")).partition("\n")[0])
-        else []
-    )
+    headline = str(getattr(error, "cause", "")).partition("\n")[0]
+    waiting = list(pending) if _LOST_PEER.search(headline) else []
     while waiting and time.monotonic() < deadline:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=deadline - time.monotonic())
         for other in ready:
@@ -439,12 +427,6 @@ def _root_cause(
             except RayError:
                 continue  # another that lost the same peer
     return ref, error
-
-
-def _never_mind(refs: Sequence[ObjectRef]) -> None:
-    """Nobody will ask for these outcomes; without this, Ray prints every failure among them as unhandled."""
-    for ref in refs:
-        ref.future().add_done_callback(lambda future: future.exception())
 
 
 def _on_node(node_id: str, function: Callable[..., str], *args: Any) -> str | None:
@@ -458,24 +440,20 @@ def _on_node(node_id: str, function: Callable[..., str], *args: Any) -> str | No
     return None
 
 
-def _show_only(gpu_ranks: Sequence[int]) -> None:
-    """Show this process these GPUs alone; the numbers count among those that the machine's Ray itself was shown."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpu_ranks) + 1)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpu_ranks)
-
-
 def _actor_options(spec: WorkerSpec, gpus: PlacementGroup | None) -> dict[str, Any]:
-    """How Ray starts the process of a worker: its environment from the first line on, and its place."""
+    """How Ray starts the process of a worker: its environment from the start, and its place."""
     context = spec.context
+    # An equal share of the CPUs. Ray would give every worker one thread, because next to no CPU is
+    # booked for it.
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    threads = max(1, min(max(cpus), sum(cpus) // context.world_size))
     env = {
         "WORLD_SIZE": str(context.world_size),
         "RANK": str(context.rank),
         "LOCAL_RANK": "0",
         "CLUSTER_NAME": context.cluster_name,
         "WORKER_NAME": context.worker_name,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
-        or str(_threads_per_worker(context.world_size)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
     }
     if LEVEL_VARIABLE in os.environ:
         env[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
@@ -492,18 +470,10 @@ def _actor_options(spec: WorkerSpec, gpus: PlacementGroup | None) -> dict[str, A
     return {**options, "runtime_env": {"env_vars": {**env, **spec.env}}}
 
 
-def _threads_per_worker(world_size: int) -> int:
-    """An equal share of the CPUs. Ray would give every worker one thread, because next to no CPU is booked for it."""
-    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    return max(1, min(max(cpus), sum(cpus) // world_size))
-
-
 def _reserve_gpus(manager: ResourceManager, specs: Sequence[WorkerSpec]) -> PlacementGroup:
     """One bundle per machine, with its GPUs; bundle i is the machine that `node_rank` i means."""
-    found = sorted(
-        (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]),
-        reverse=True,
-    )
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    found = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes), reverse=True)
     per_node = found[: manager.num_nodes]
     gpus = min(manager.num_gpus_per_node, per_node[-1])
     role = specs[0].context.cluster_name
@@ -511,14 +481,14 @@ def _reserve_gpus(manager: ResourceManager, specs: Sequence[WorkerSpec]) -> Plac
         for device in spec.context.devices:
             if device.node_rank >= len(per_node) or device.gpu_rank >= gpus:
                 raise ConfigError(
-                    f"{role}.device_mapping gives {spec.context.worker_name} GPU {device.gpu_rank} of node "
-                    f"{device.node_rank}, but the Ray cluster has {len(found)} node(s) with {found} GPUs. "
+                    f"{role}.device_mapping gives {spec.context.worker_name} GPU {device.gpu_rank} "
+                    f"of node {device.node_rank}, but the Ray cluster has {len(found)} node(s) "
+                    f"with {found} GPUs. "
                     + override_for(role, len(spec.context.devices), gpus * len(per_node))
                 )
     if manager not in _GPU_RESERVATIONS:
-        group = placement_group(
-            [{"GPU": gpus, "CPU": 1} for _ in per_node], strategy="STRICT_SPREAD"
-        )
+        bundles: list[dict[str, float]] = [{"GPU": gpus, "CPU": 1} for _ in per_node]
+        group = placement_group(bundles, strategy="STRICT_SPREAD")
         if not group.wait(_SECONDS_BETWEEN_START_WARNINGS):
             raise WorkerTimeoutError(
                 f"{role}: Ray could not reserve {gpus} GPU(s) on {len(per_node)} node(s) within "

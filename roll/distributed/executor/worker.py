@@ -1,8 +1,8 @@
-"""A worker: one rank of a role (actor, reference, reward ...), in this process or in one of its own.
+"""A worker: one rank of a role (actor, reference, reward), in this process or one of its own.
 
-A worker class is an ordinary class. Its `__init__` takes the configuration of the role and nothing else; who the worker
-is (rank, names, devices, where its peers meet) comes from the `WorkerContext` in which the backend constructs it.
-Constructed without one, in a test or a notebook, it is a lone worker of world size 1.
+A worker class is an ordinary class. Its `__init__` takes the configuration of the role and nothing
+else; who the worker is (rank, names, devices, where its peers meet) comes from the `WorkerContext`
+in which the backend constructs it. Constructed without one, it is a lone worker of world size 1.
 """
 
 from __future__ import annotations
@@ -17,42 +17,22 @@ from typing import Any
 
 import torch.distributed
 
-from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.distributed.scheduler.decorator import Dispatch, RankInfo, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import Device
 from roll.utils.logging import get_logger
 
-# Minutes that the members of a torch.distributed group wait for each other when the configuration does not say.
+# Minutes that the members of a torch.distributed group wait for each other, unless configured.
 DEFAULT_BACKEND_TIMEOUT = 30.0
-
-
-@dataclass
-class RankInfo:
-    """Where one rank sits in the grid of data, tensor, pipeline and context parallel ranks."""
-
-    world_size: int = 1
-    tp_size: int = 1
-    dp_size: int = 1
-    pp_size: int = 1
-    cp_size: int = 1
-
-    rank: int = 0
-    tp_rank: int = 0
-    dp_rank: int = 0
-    pp_rank: int = 0
-    cp_rank: int = 0
-
-    @property
-    def is_pipeline_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
 
 
 @dataclass(frozen=True)
 class WorkerContext:
     """Who a worker is. The backend sets it around the construction of the worker.
 
-    `master` is the address and port, reserved on rank 0's machine, where the ranks can meet; None in a shared process.
-    `device_index` is the number under which the worker's own process knows the first of its `devices`.
+    `master` is the address and port, reserved on rank 0's machine, where the ranks can meet; None
+    in a shared process. `device_index` is the number under which the worker's own process knows the
+    first of its `devices`.
     """
 
     rank: int = 0
@@ -90,10 +70,10 @@ class _WorkerLogger(logging.LoggerAdapter):
 
 
 class Worker:
-    """Base of every worker. Subclasses add methods, and `@register` those that are called through the cluster.
+    """Base of every worker. Subclasses add methods, and `@register` those for the cluster.
 
     context           who this worker is: rank, names, devices, meeting point
-    worker_config     the configuration of the role (Any: each subclass reads the fields that it needs)
+    worker_config     the configuration of the role; each subclass reads the fields that it needs
     pipeline_config   the configuration of the whole run, from `initialize` on
     rank_info         data parallel over all ranks, until a strategy lays the ranks out otherwise
     strategy          the model of a role that holds one; None for the others
@@ -128,7 +108,7 @@ class Worker:
     def load_states(
         self, include: Collection[str] | None = None, non_blocking: bool = False
     ) -> None:
-        """Bring the strategy's states (all, or those in `include`) to its device. A worker without a model has none."""
+        """Bring the strategy's states (all, or those in `include`) to its device."""
         if self.strategy is not None:
             self.strategy.load_states(include=include, non_blocking=non_blocking)
 
@@ -155,11 +135,12 @@ class Worker:
     def init_process_group(
         self, backend: str | None = None, timeout: timedelta | None = None
     ) -> None:
-        """Join the default torch.distributed group of this cluster: every rank calls it, and all return together.
+        """Join the default torch.distributed group of this cluster; every rank calls it.
 
-        `backend` is nccl for a worker with devices and gloo for one without, unless given. Ranks wait for each other,
-        here and in every collective, for at most `timeout` (default `worker_config.backend_timeout` minutes).
-        A lone worker gets a group of one, and may call this again: the roles of one process share it.
+        `backend` is nccl for a worker with devices and gloo for one without, unless given. Ranks
+        wait for each other, here and in every collective, for at most `timeout` (default
+        `worker_config.backend_timeout` minutes). A lone worker gets a group of one, and may call
+        this again: the roles of one process share it.
         """
         context = self.context
         if torch.distributed.is_initialized():
@@ -167,21 +148,21 @@ class Worker:
             if joined == (context.rank, context.world_size):
                 return
             raise RuntimeError(
-                f"{context.describe()}: this process is already rank {joined[0]} of a torch.distributed group of "
-                f"{joined[1]}; a process can hold one rank only"
+                f"{context.describe()}: this process is already rank {joined[0]} of a "
+                f"torch.distributed group of {joined[1]}; a process can hold one rank only"
             )
         if backend is None:
             backend = "nccl" if context.devices else "gloo"
         if timeout is None:
-            timeout = timedelta(
-                minutes=getattr(self.worker_config, "backend_timeout", DEFAULT_BACKEND_TIMEOUT)
-            )
+            minutes = getattr(self.worker_config, "backend_timeout", DEFAULT_BACKEND_TIMEOUT)
+            timeout = timedelta(minutes=minutes)
         if context.world_size == 1:
             store: torch.distributed.Store = torch.distributed.HashStore()
         elif context.master is None:
             raise RuntimeError(
-                f"{context.describe()}: the {context.world_size} workers of {context.cluster_name} share one process, "
-                "and torch.distributed needs a process for every rank; run them with backend='ray'"
+                f"{context.describe()}: the {context.world_size} workers of {context.cluster_name} "
+                "share one process, and torch.distributed needs a process for every rank; run them "
+                "with backend='ray'"
             )
         else:
             host, port = context.master

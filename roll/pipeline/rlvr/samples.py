@@ -18,8 +18,7 @@ import torch
 
 from roll.datasets.collator import placed, positions
 from roll.datasets.encoding import Prompt
-from roll.distributed.scheduler.batch_columns import object_column
-from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.scheduler.protocol import DataProto, object_column
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
 from roll.utils.rollout_log import DroppedSample
 

@@ -18,7 +18,7 @@ from cluster_workers import (
     SlowToInitialize,
 )
 
-from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.cluster import Cluster, check_worker_class
 from roll.distributed.executor.worker import RankInfo, Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
@@ -69,7 +69,7 @@ def test_all_to_all(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
     assert cluster.own_value([3, 4]) == [30, 41]
     with pytest.raises(
-        ValueError, match="3 values; ALL_TO_ALL needs one for each of the 2 workers"
+        ValueError, match="3 values; ALL_TO_ALL needs one value for each of the 2 workers"
     ):
         cluster.own_value([1, 2, 3])
 
@@ -412,17 +412,19 @@ def test_world_size_follows_from_the_devices(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_choice_of_backend(
     monkeypatch: pytest.MonkeyPatch, choice: Any, holds_model: bool, world_size: int, expected: str
 ) -> None:
-    asked: list[str] = []
+    ray_backend = pytest.importorskip("roll.distributed.executor.ray_backend")
 
-    def remember(name: str, _: ResourceManager) -> Any:
-        asked.append(name)
+    def refuse(_: ResourceManager) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr("roll.distributed.executor.cluster._make_backend", remember)
+    monkeypatch.setattr(ray_backend, "RayBackend", refuse)
     config = SimpleNamespace(world_size=world_size, holds_model=holds_model)
-    with pytest.raises(InterruptedError):
-        Cluster("role", EchoWorker, ResourceManager(backend=choice), config)
-    assert asked == [expected]
+    try:
+        cluster = Cluster("role", EchoWorker, ResourceManager(backend=choice), config)
+    except InterruptedError:
+        assert expected == "ray"
+    else:
+        assert cluster.backend_name == expected == "local"
 
 
 def test_where_rpc_timeout_comes_from() -> None:
@@ -449,19 +451,25 @@ def test_where_rpc_timeout_comes_from() -> None:
 
 
 def test_max_concurrency() -> None:
-    def concurrency(worker_cls: type[Worker], **fields: Any) -> int:
-        cluster = new_local(worker_cls, **fields)
-        from roll.distributed.executor.cluster import _Role
-
-        return cluster._specs(_Role.read(cluster.worker_config), ResourceManager())[
-            0
-        ].max_concurrency
-
-    assert concurrency(EchoWorker) == 1
-    assert concurrency(AsyncWorker) == 1000
-    assert concurrency(AsyncWorker, max_concurrency=8) == 8
+    assert check_worker_class(EchoWorker, 1) == (EchoWorker, 1)
+    assert check_worker_class(AsyncWorker, 1) == (AsyncWorker, 1000)
+    assert check_worker_class("cluster_workers.AsyncWorker", 8) == (AsyncWorker, 8)
     with pytest.raises(ConfigError, match="max_concurrency=8, but EchoWorker has no async method"):
-        concurrency(EchoWorker, max_concurrency=8)
+        new_local(EchoWorker, max_concurrency=8)
+
+
+def test_errors_of_splitting_and_joining_say_which_method() -> None:
+    cluster = new_local(EchoWorker, world_size=3)
+    with pytest.raises(ValueError, match="positional argument 0 is a DataProto of 2") as caught:
+        cluster.double(rows(2))
+    assert caught.value.__notes__ == ["while splitting the arguments of double() over the workers"]
+    with pytest.raises(TypeError, match="cannot join worker outputs") as caught:
+        cluster.cannot_be_joined(rows(3))
+    assert caught.value.__notes__ == ["while joining the outputs of cannot_be_joined()"]
+
+
+def test_a_dispatch_mode_of_ones_own() -> None:
+    assert new_local(EchoWorker, world_size=3).shout("abc") == "ABC"
 
 
 def test_a_call_is_quick() -> None:

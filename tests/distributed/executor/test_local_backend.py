@@ -13,7 +13,7 @@ import pytest
 import torch
 from cluster_workers import AsyncWorker, EchoWorker
 
-from roll.distributed.executor import local_backend
+from roll.distributed.executor import backend as local_backend
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register

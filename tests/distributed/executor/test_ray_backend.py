@@ -287,7 +287,7 @@ sys.path.insert(0, "tests")
 from types import SimpleNamespace
 from cluster_workers import GroupWorker
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.scheduler.initialize import init
+from roll.distributed.scheduler.resource_manager import init
 from roll.distributed.scheduler.resource_manager import ResourceManager
 
 init()

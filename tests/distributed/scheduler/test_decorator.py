@@ -1,168 +1,300 @@
-"""`register` and what a cluster makes of it, with a cluster of ten lines."""
+"""Splitting and joining over grids of ranks, and `register`: pure functions, without a cluster."""
 
 import asyncio
 import functools
 import inspect
+import itertools
+from concurrent.futures import Future
 
 import pytest
 import torch
 
-from roll.distributed.scheduler import decorator
 from roll.distributed.scheduler.decorator import (
     BIND_WORKER_METHOD_FLAG,
     Dispatch,
     Execute,
     MethodSpec,
-    bind_method,
+    RankInfo,
     collect_all_to_all,
+    collect_all_to_one,
     collect_dp_mp_compute,
+    dispatch_all_to_all,
+    dispatch_dp_mp_compute,
     dispatch_dp_mp_dispatch_first,
     dispatch_one_to_all,
     func_generator,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     method_spec,
+    need_collect_dp_mp_compute,
     register,
     registered_methods,
 )
-from roll.distributed.scheduler.protocol import DataProto
+from roll.distributed.scheduler.protocol import DataProto, ObjectRefWrap
 
 
-class DataParallelRank:
-    tp_rank = pp_rank = cp_rank = 0
-    is_pipeline_last_stage = True
+class Grid:
+    """Ranks counted with the last axis of `order` fastest: ("dp", "tp") puts tp peers side by side.
 
-    def __init__(self, dp_rank: int):
-        self.dp_rank = dp_rank
+    With `reverse`, rank 0 has the highest dp_rank: ranks and DP ranks need not grow together.
+    """
 
-
-class Ref:
-    """A reference whose value is known."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def done(self):
-        return True
-
-    def result(self, timeout=None):
-        return self.value
-
-
-class TinyCluster:
-    """Data parallel workers in this process, with the methods that `func_generator` relies on."""
-
-    def __init__(self, worker_cls, world_size):
-        self.workers = [worker_cls(rank) for rank in range(world_size)]
-        self.world_size = self.dp_size = world_size
-        self.gathered = []
-        for name, spec in registered_methods(worker_cls).items():
-            setattr(self, name, bind_method(self, name, spec))
+    def __init__(self, dp=1, tp=1, pp=1, cp=1, order=("pp", "dp", "cp", "tp"), reverse=False):
+        sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+        self.name = f"dp{dp}-tp{tp}-pp{pp}-cp{cp}-{order[-1]}{'-reverse' if reverse else ''}"
+        self.dp_size = dp
+        self.ranks = []
+        for coordinates in itertools.product(*(range(sizes[axis]) for axis in order)):
+            at = {f"{axis}_rank": i for axis, i in zip(order, coordinates, strict=True)}
+            self.ranks.append(RankInfo(pp_size=pp, **at))
+        if reverse:
+            self.ranks.reverse()
+        self.world_size = len(self.ranks)
 
     def get_rank_info(self, rank):
-        return DataParallelRank(rank)
-
-    def execute_all(self, name, *args, **kwargs):
-        return [
-            Ref(
-                getattr(worker, name)(
-                    *(a[rank] for a in args), **{k: v[rank] for k, v in kwargs.items()}
-                )
-            )
-            for rank, worker in enumerate(self.workers)
-        ]
-
-    def execute_rank_zero(self, name, *args, **kwargs):
-        return Ref(getattr(self.workers[0], name)(*args, **kwargs))
-
-    def gather(self, refs, method_name):
-        self.gathered.append(method_name)
-        return [ref.result() for ref in refs]
+        return self.ranks[rank]
 
 
-class Worker:
-    def __init__(self, rank):
-        self.rank = rank
-
-    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
-    def double(self, data, factor=None):
-        return DataProto.from_dict(
-            {"out": data.batch["x"] * 2, "rank": torch.full((len(data),), self.rank)}
-        )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def add(self, value, offset=0):
-        return self.rank + value + offset
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL_ONE)
-    def first(self, value):
-        return (self.rank, value)
-
-    @register()
-    def scatter(self, value):
-        return (self.rank, value)
-
-    @register(execute_mode=Execute.RANK_ZERO)
-    def only_zero(self, data, flag=False):
-        return (self.rank, len(data), flag)
-
-    @register(
-        dispatch_mode={
-            "dispatch_fn": lambda cluster, text: (
-                ([text[rank] for rank in range(cluster.world_size)],),
-                {},
-            ),
-            "collect_fn": lambda cluster, output: "".join(output),
-        }
-    )
-    def shout(self, letter):
-        return letter.upper()
-
-    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
-    def fail_to_join(self, data):
-        return {"a": 1}
-
-    def plain(self):
-        return "plain"
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def _private(self):
-        return None
-
-
-@pytest.fixture
-def cluster() -> TinyCluster:
-    return TinyCluster(Worker, 3)
+SIZES = [
+    *({"dp": 1}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 3}, {"dp": 3, "cp": 2}),
+    *({"dp": 2, "tp": 2, "pp": 2, "cp": 2}, {"tp": 2, "pp": 2}),
+]
+ORDERS = [
+    *(("pp", "dp", "cp", "tp"), ("tp", "cp", "dp", "pp")),
+    *(("dp", "pp", "tp", "cp"), ("cp", "tp", "pp", "dp")),
+]
+LAYOUTS = [*((order, False) for order in ORDERS), (ORDERS[0], True)]
+GRIDS = [Grid(**sizes, order=order, reverse=turned) for sizes in SIZES for order, turned in LAYOUTS]
+grids = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+both_dp_modes = pytest.mark.parametrize(
+    "dispatch", [dispatch_dp_mp_compute, dispatch_dp_mp_dispatch_first]
+)
 
 
 def batch(rows: int) -> DataProto:
-    return DataProto.from_dict({"x": torch.arange(rows)})
+    names = {"name": [f"r{i}" for i in range(rows)]}
+    return DataProto.from_dict({"row": torch.arange(rows)}, names, {"step": 1})
+
+
+def rows(data: DataProto) -> list[int]:
+    return [] if data.batch is None else data.batch["row"].tolist()
+
+
+# Splitting
+
+
+@grids
+def test_peers_of_a_dp_rank_get_the_same_piece_and_pieces_follow_dp_rank(grid):
+    (pieces,), kwargs = dispatch_dp_mp_compute(grid, batch(7), ids=list(range(12)))
+    expected = [piece.batch["row"].tolist() for piece in batch(7).chunk(grid.dp_size)]
+    size = 12 // grid.dp_size
+    for rank, at in enumerate(grid.ranks):
+        assert rows(pieces[rank]) == expected[at.dp_rank]
+        assert kwargs["ids"][rank] == list(range(at.dp_rank * size, (at.dp_rank + 1) * size))
+    assert len(pieces) == len(kwargs["ids"]) == grid.world_size
+
+
+@grids
+def test_dispatch_first_sends_rows_to_one_rank_of_each_dp_group(grid):
+    (pieces, lists), _ = dispatch_dp_mp_dispatch_first(grid, batch(7), list(range(12)))
+    (full, full_lists), _ = dispatch_dp_mp_compute(grid, batch(7), list(range(12)))
+    for rank, at in enumerate(grid.ranks):
+        first = at.tp_rank == at.pp_rank == at.cp_rank == 0
+        assert rows(pieces[rank]) == (rows(full[rank]) if first else [])
+        assert (pieces[rank].batch is None) == (not first)
+        assert pieces[rank].non_tensor_batch.keys() == ({"name"} if first else set())
+        assert pieces[rank].meta_info == {"step": 1}
+    assert lists == full_lists  # only batches are held back
+    assert sorted(row for piece in pieces for row in rows(piece)) == list(range(7))
+
+
+def test_one_to_all_repeats_the_same_objects():
+    data = batch(1)
+    args, kwargs = dispatch_one_to_all(Grid(dp=3), data, None, step=3)
+    assert len(args[0]) == 3 and all(value is data for value in args[0])
+    assert args[1] == [None] * 3 and kwargs == {"step": [3] * 3}
+
+
+def test_all_to_all_takes_one_value_per_worker():
+    spread = dispatch_all_to_all(Grid(dp=2), ["a", "b"], x=(1, 2))
+    assert spread == ((["a", "b"],), {"x": [1, 2]})
+    with pytest.raises(
+        ValueError, match=r"positional argument 1 has 3 values; .* of the 2 workers"
+    ):
+        dispatch_all_to_all(Grid(dp=2), ["a", "b"], [1, 2, 3])
+    with pytest.raises(TypeError, match=r"'data' is a DataProto; .* list .*Dispatch.ONE_TO_ALL"):
+        dispatch_all_to_all(Grid(dp=2), data=batch(2))
+
+
+@pytest.mark.parametrize("mode", Dispatch)
+def test_a_call_without_arguments_has_nothing_to_split(mode):
+    assert get_predefined_dispatch_fn(mode)["dispatch_fn"](Grid(dp=2)) == ((), {})
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_pieces_are_views_with_columns_and_meta_of_their_own(dp):
+    data = batch(4)
+    (pieces,), _ = dispatch_dp_mp_compute(Grid(dp=dp), data)
+    assert pieces[0].batch["row"].data_ptr() == data.batch["row"].data_ptr()
+    for piece in pieces:
+        piece["new"] = torch.zeros(len(piece))
+        piece.meta_info["new"] = 1
+    assert "new" not in data and data.meta_info == {"step": 1}
+    # Peers get one object, so that it can be sent once.
+    (pieces,), _ = dispatch_dp_mp_compute(Grid(dp=2, tp=2), data)
+    assert pieces[0] is pieces[1] and pieces[2] is pieces[3] and pieces[0] is not pieces[2]
+
+
+def test_batches_without_rows_reach_every_rank():
+    for data in (DataProto(meta_info={"k": 1}), batch(0)):
+        (pieces,), _ = dispatch_dp_mp_dispatch_first(Grid(dp=3), data)
+        assert [len(piece) for piece in pieces] == [0, 0, 0]
+        assert all(piece.meta_info == data.meta_info for piece in pieces)
+
+
+def test_tuples_and_chunkable_objects_are_split():
+    args, _ = dispatch_dp_mp_compute(Grid(dp=2), ("a", "b"), torch.arange(5))
+    assert args[0] == [("a",), ("b",)]
+    assert [piece.tolist() for piece in args[1]] == [[0, 1, 2], [3, 4]]
+
+
+@both_dp_modes
+@pytest.mark.parametrize(
+    "value, error, message",
+    [
+        ([1, 2, 3], ValueError, "is a list of 3 values, not divisible by dp_size=2; pass 2 or 4"),
+        (None, TypeError, "is None, which cannot be split over dp_size=2: .* DataProto, .*meta_"),
+        (3, TypeError, "is a int, which cannot be split"),
+        ({"a": 1}, TypeError, "is a dict, which cannot be split"),
+        (batch(1), ValueError, "is a DataProto of 1 rows, fewer than dp_size=2.* pad_dataproto_to"),
+        (torch.arange(1), ValueError, r": Tensor.chunk\(chunks=2\) gave 1 pieces"),
+    ],
+)
+def test_what_cannot_be_split_is_named(dispatch, value, error, message):
+    with pytest.raises(error, match=f"argument 'x' ?{message}"):
+        dispatch(Grid(dp=2, tp=2), batch(4), x=value)
+    with pytest.raises(error, match="positional argument 1"):
+        dispatch(Grid(dp=2), batch(4), value)
+
+
+# Joining
+
+
+@grids
+@both_dp_modes
+def test_split_then_joined_is_the_input_in_its_order(grid, dispatch):
+    (pieces,), _ = dispatch(grid, batch(9))
+    peers = {p.dp_rank: piece for p, piece in zip(grid.ranks, pieces, strict=True) if len(piece)}
+    # Every rank has its group's rows, as after the strategy's broadcast; those that do not speak
+    # return rubbish.
+    speaks = [need_collect_dp_mp_compute(at) for at in grid.ranks]
+    output = [peers[at.dp_rank] if s else "?" for at, s in zip(grid.ranks, speaks, strict=True)]
+    joined = collect_dp_mp_compute(grid, output)
+    assert rows(joined) == list(range(9)) and joined["name"].tolist() == [f"r{i}" for i in range(9)]
+
+    lists = [[at.dp_rank, "x"] if s else None for at, s in zip(grid.ranks, speaks, strict=True)]
+    expected = [item for dp in range(grid.dp_size) for item in (dp, "x")]
+    assert collect_dp_mp_compute(grid, lists) == expected
+
+
+@grids
+def test_references_are_wrapped_for_all_ranks(grid):
+    pieces = batch(9).chunk(grid.dp_size)
+    refs = [Future() for _ in grid.ranks]
+    wraps = collect_dp_mp_compute(grid, refs)
+    assert {id(wrap.obj_ref) for wrap in wraps} == set(map(id, refs))
+    assert len(wraps) == grid.world_size
+    for ref, at in zip(refs, grid.ranks, strict=True):
+        wrap = next(wrap for wrap in wraps if wrap.obj_ref is ref)
+        assert wrap.collected == need_collect_dp_mp_compute(at)
+        ref.set_result(pieces[at.dp_rank])
+    assert rows(DataProto.materialize_concat(wraps)) == list(range(9))
+
+
+def test_one_speaker_per_dp_group():
+    grid = Grid(dp=2, tp=2, pp=2, cp=2)
+    speakers = [at for at in grid.ranks if need_collect_dp_mp_compute(at)]
+    places = [(at.dp_rank, at.tp_rank, at.cp_rank, at.pp_rank) for at in speakers]
+    assert places == [(0, 0, 0, 1), (1, 0, 0, 1)]
+
+
+def test_outputs_without_rows():
+    assert collect_dp_mp_compute(Grid(dp=2, tp=2), [None, batch(1), None, 5]) is None
+    outputs = [DataProto(meta_info={"metrics": {"loss": value}}) for value in (1.0, 2.0)]
+    joined = collect_dp_mp_compute(Grid(dp=2), outputs)
+    assert len(joined) == 0 and joined.meta_info == {"metrics": {"loss": [1.0, 2.0]}}
+
+
+@pytest.mark.parametrize(
+    "outputs, found",
+    [
+        ([{"a": 1}, {"a": 2}], "rank 0: dict, rank 1: dict"),
+        ([None, batch(1)], "rank 0: NoneType, rank 1: DataProto"),
+        ([batch(1), [1]], "rank 0: DataProto, rank 1: list"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_named(outputs, found):
+    with pytest.raises(TypeError, match=rf"\({found}\): .* returns a DataProto, a list or None"):
+        collect_dp_mp_compute(Grid(dp=2), outputs)
+
+
+def test_collecting_all_or_one():
+    grid, refs = Grid(dp=2), [Future(), Future()]
+    assert collect_all_to_all(grid, [1, 2]) == [1, 2] and collect_all_to_one(grid, [1, 2]) == 1
+    assert collect_all_to_all(grid, refs) == refs
+    wraps = [ObjectRefWrap(refs[0], True), ObjectRefWrap(refs[1], False)]
+    assert collect_all_to_one(grid, refs) == wraps
+    for collect in (collect_all_to_all, collect_all_to_one, collect_dp_mp_compute):
+        with pytest.raises(ValueError, match="got 1 outputs from 2 workers"):
+            collect(grid, [None])
+
+
+def test_an_impossible_grid_is_named():
+    grid = Grid(dp=2)
+    grid.ranks[1] = grid.ranks[0]
+    with pytest.raises(ValueError, match="ranks 0 and 1 both speak for dp_rank 0"):
+        collect_dp_mp_compute(grid, [None, None])
+    grid.ranks[1] = RankInfo(dp_rank=1, tp_rank=1)
+    with pytest.raises(ValueError, match=r"only dp_ranks \[0\] have .* tp_rank=0.* dp_size=2"):
+        collect_dp_mp_compute(grid, [None, None])
 
 
 # The decorator
 
 
+class Worker:
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
+    def double(self, data):
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, value, offset=0):
+        return value + offset
+
+    @register(execute_mode=Execute.RANK_ZERO)
+    def only_zero(self):
+        """The default dispatch mode."""
+
+    def plain(self):
+        """Not registered."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _private(self):
+        """Not for the cluster."""
+
+
 def test_a_decorated_function_is_the_same_function():
     def method(self, x: int, *, y: int = 2) -> int:
-        """Doc."""
         return x + y
 
     async def coroutine(self):
         return 5
 
     decorated = register(dispatch_mode=Dispatch.ONE_TO_ALL)(method)
-    assert decorated is method and decorated(None, 1) == 3 and decorated.__doc__ == "Doc."
-    assert list(inspect.signature(decorated).parameters) == ["self", "x", "y"]
+    assert decorated is method and decorated(None, 1) == 3
     assert register()(coroutine) is coroutine and inspect.iscoroutinefunction(coroutine)
     assert asyncio.run(coroutine(None)) == 5
-
-
-def test_a_plain_object_sees_no_difference():
-    worker = Worker(7)
-    assert worker.add(1) == 8 and worker.add(1, offset=2) == 10
-    assert worker.double(batch(2)).batch["out"].tolist() == [0, 2]
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        worker.add()
+    register(Dispatch.ONE_TO_ALL, Execute.ALL, True, trace=True, prefetch=True, to_remote=True)
 
 
 def test_the_spec_can_be_read_as_attributes_and_as_a_dict():
@@ -171,90 +303,30 @@ def test_the_spec_can_be_read_as_attributes_and_as_a_dict():
     assert spec["dispatch_mode"] is Dispatch.DP_MP_COMPUTE and spec["execute_mode"] is Execute.ALL
     with pytest.raises(KeyError):
         spec["nope"]
-    assert method_spec(Worker, "scatter") == MethodSpec(
-        Dispatch.ALL_TO_ALL, Execute.ALL, clear_cache=True
-    )
+    default = MethodSpec(Dispatch.ALL_TO_ALL, Execute.RANK_ZERO, clear_cache=True)
+    assert method_spec(Worker, "only_zero") == default
 
 
-def test_arguments_of_roll_without_effect_here_are_accepted():
-    register(Dispatch.ONE_TO_ALL, Execute.ALL, True, trace=True, prefetch=True, to_remote=True)
+FUNCTIONS = {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all}
 
 
 @pytest.mark.parametrize(
-    "arguments, error, message",
+    "dispatch_mode, execute_mode, error, message",
     [
-        (
-            {"dispatch_mode": "ONE_TO_ALL"},
-            TypeError,
-            "dispatch_mode is a str; expected a Dispatch member or a dict",
-        ),
-        (
-            {"dispatch_mode": {"dispatch_fn": print}},
-            ValueError,
-            r"dispatch_fn and collect_fn.*found \['dispatch_fn'\]",
-        ),
-        (
-            {"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}},
-            TypeError,
-            r"dispatch_mode\['collect_fn'\] is a int; expected a function",
-        ),
-        ({"execute_mode": "ALL"}, TypeError, "execute_mode is a str; expected a member of Execute"),
-        (
-            {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "execute_mode": Execute.RANK_ZERO},
-            ValueError,
-            "worker 0 alone, so dispatch_mode=DP_MP_COMPUTE has nothing to split",
-        ),
-        (
-            {
-                "dispatch_mode": {
-                    "dispatch_fn": dispatch_one_to_all,
-                    "collect_fn": collect_all_to_all,
-                },
-                "execute_mode": Execute.RANK_ZERO,
-            },
-            ValueError,
-            "dispatch_mode=a dict of functions has nothing to split",
-        ),
+        ("ONE_TO_ALL", Execute.ALL, TypeError, "dispatch_mode is a str; expected a Dispatch mem"),
+        ({"dispatch_fn": print}, Execute.ALL, ValueError, r"collect_fn.*found \['dispatch_fn'\]"),
+        (FUNCTIONS | {"collect_fn": 3}, Execute.ALL, TypeError, r"\['collect_fn'\] is a int; exp"),
+        (Dispatch.ONE_TO_ALL, "ALL", TypeError, "execute_mode is a str; expected a member of Exec"),
+        (Dispatch.DP_MP_COMPUTE, Execute.RANK_ZERO, ValueError, "=DP_MP_COMPUTE has nothing to"),
+        (FUNCTIONS, Execute.RANK_ZERO, ValueError, "=a dict of functions has nothing to split"),
     ],
 )
-def test_bad_arguments_fail_where_the_class_is_written(arguments, error, message):
+def test_bad_arguments_fail_where_the_class_is_written(dispatch_mode, execute_mode, error, message):
     with pytest.raises(error, match=message):
-        register(**arguments)
+        register(dispatch_mode, execute_mode)
 
 
-# Finding registered methods
-
-
-def test_registered_methods_are_the_public_ones():
-    names = {"double", "add", "first", "scatter", "only_zero", "shout", "fail_to_join"}
-    assert set(registered_methods(Worker)) == names
-    assert method_spec(Worker, "plain") is None and method_spec(Worker, "absent") is None
-
-
-def test_an_override_inherits_the_nearest_spec():
-    class Child(Worker):
-        def double(self, data, factor=None):
-            return super().double(data, factor)
-
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL_ONE)
-        def add(self, value, offset=0):
-            return -1
-
-        first = None
-
-    class GrandChild(Child):
-        def add(self, value, offset=0):
-            return -2
-
-    assert method_spec(GrandChild, "double") == method_spec(Worker, "double")
-    assert method_spec(GrandChild, "add").dispatch_mode is Dispatch.ONE_TO_ALL_ONE
-    assert method_spec(GrandChild, "first") is None and "first" not in registered_methods(
-        GrandChild
-    )
-    assert TinyCluster(GrandChild, 2).add(1) == -2
-
-
-def test_a_second_decorator_keeps_the_spec():
+def test_registered_methods_are_the_public_ones_and_overrides_inherit_the_nearest_spec():
     def logged(function):
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
@@ -262,81 +334,49 @@ def test_a_second_decorator_keeps_the_spec():
 
         return wrapper
 
-    class Logged(Worker):
-        add = logged(Worker.add)
+    class Child(Worker):
+        double = logged(Worker.double)
 
-    assert method_spec(Logged, "add") == method_spec(Worker, "add")
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL_ONE)
+        def add(self, value, offset=0):
+            return -1
 
+        only_zero = None
 
-# Through a cluster
+    class GrandChild(Child):
+        def add(self, value, offset=0):
+            return -2
 
-
-def test_dp_methods_join_in_input_order(cluster):
-    result = cluster.double(batch(7))
-    assert result.batch["out"].tolist() == [0, 2, 4, 6, 8, 10, 12]
-    assert result.batch["rank"].tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert cluster.gathered == ["double"] and cluster.double.__name__ == "double"
-
-
-def test_the_other_modes(cluster):
-    assert cluster.add(10) == [10, 11, 12]
-    assert cluster.add(10, offset=5) == [15, 16, 17]
-    assert cluster.first("x") == (0, "x")
-    assert cluster.scatter(["a", "b", "c"]) == [(0, "a"), (1, "b"), (2, "c")]
-    assert cluster.shout("abc") == "ABC"
+    assert set(registered_methods(Worker)) == {"double", "add", "only_zero"}
+    assert method_spec(Worker, "plain") is None and method_spec(Worker, "absent") is None
+    assert method_spec(GrandChild, "double") == method_spec(Worker, "double")
+    assert method_spec(GrandChild, "add").dispatch_mode is Dispatch.ONE_TO_ALL_ONE
+    assert set(registered_methods(GrandChild)) == {"double", "add"}
 
 
-def test_rank_zero_gets_the_arguments_as_they_are(cluster):
-    data = batch(2)  # fewer rows than workers, and not a list
-    assert cluster.only_zero(data, flag=True) == (0, 2, True)
-    assert cluster.only_zero(data, blocking=False).result() == (0, 2, False)
+def test_rolls_functions():
+    class Cluster(Grid):
+        def execute_all(self, name, value):
+            return [f"{name} {item}" for item in value]
 
+        def gather(self, refs, name):
+            return [f"{ref} of {name}" for ref in refs]
 
-def test_without_blocking_nothing_is_gathered(cluster):
-    wraps = cluster.double(batch(7), blocking=False)
-    refs = cluster.add(1, blocking=False)
-    one = cluster.first("x", blocking=False)
-    assert cluster.gathered == []
-    assert DataProto.materialize_concat(wraps).batch["out"].tolist() == [0, 2, 4, 6, 8, 10, 12]
-    assert [wrap.collected for wrap in wraps] == [True, True, True]
-    assert [ref.result() for ref in refs] == [1, 2, 3]
-    assert [wrap.collected for wrap in one] == [True, False, False]
-
-
-def test_errors_say_which_method(cluster):
-    with pytest.raises(
-        ValueError, match="positional argument 0 is a DataProto of 2 rows"
-    ) as caught:
-        cluster.double(batch(2))
-    assert caught.value.__notes__ == ["while splitting the arguments of double() over the workers"]
-    with pytest.raises(TypeError, match="cannot join worker outputs") as caught:
-        cluster.fail_to_join(batch(3))
-    assert caught.value.__notes__ == ["while joining the outputs of fail_to_join()"]
-
-
-def test_func_generator_alone():
-    cluster = TinyCluster(Worker, 2)
+    cluster = Cluster(dp=2)
     call = func_generator(
         cluster, "add", dispatch_one_to_all, collect_all_to_all, cluster.execute_all
     )
-    assert call(1) == [1, 2]
-
-
-def test_predefined_functions():
-    functions = get_predefined_dispatch_fn(Dispatch.DP_MP_DISPATCH_FIRST)
-    assert functions == {
-        "dispatch_fn": dispatch_dp_mp_dispatch_first,
-        "collect_fn": collect_dp_mp_compute,
+    assert call(1) == ["add 1 of add"] * 2 and call(1, blocking=False) == ["add 1"] * 2
+    expected = {
+        Dispatch.DP_MP_DISPATCH_FIRST: (dispatch_dp_mp_dispatch_first, collect_dp_mp_compute),
+        Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL: (
+            dispatch_dp_mp_dispatch_first,
+            collect_all_to_all,
+        ),
+        Dispatch.DP_MP_COMPUTE: (dispatch_dp_mp_compute, collect_dp_mp_compute),
+        Dispatch.ONE_TO_ALL_ONE: (dispatch_one_to_all, collect_all_to_one),
     }
-    functions = get_predefined_dispatch_fn(Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
-    assert functions == {
-        "dispatch_fn": dispatch_dp_mp_dispatch_first,
-        "collect_fn": collect_all_to_all,
-    }
-    assert all(get_predefined_dispatch_fn(mode) for mode in Dispatch)
+    for mode, functions in expected.items():
+        assert tuple(get_predefined_dispatch_fn(mode).values()) == functions
     assert get_predefined_execute_fn(Execute.ALL) == {"execute_fn_name": "execute_all"}
     assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
-
-
-def test_every_public_name_imports_from_here():
-    assert all(hasattr(decorator, name) for name in decorator.__all__)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from roll.distributed.scheduler.generate_scheduler import (
+from roll.distributed.scheduler.protocol import (
+    DataProto,
     ExperienceItem,
     expand_requests,
     expand_responses,
 )
-from roll.distributed.scheduler.protocol import DataProto
 
 
 def rows(*numbers: int, **meta) -> DataProto:

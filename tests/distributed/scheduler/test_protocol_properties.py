@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from roll.distributed.scheduler.batch_columns import same_value
-from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from roll.distributed.scheduler.protocol import (
+    DataProto,
+    pad_dataproto_to_divisor,
+    same_value,
+    unpad_dataproto,
+)
 
 DTYPES = [
     torch.bool,
