@@ -18,6 +18,16 @@ MOVED: dict[str, str] = {
     "roll.pipeline.agentic.agentic_actor_pg_worker": "roll.pipeline.base_worker",
     "roll.pipeline.agentic.agentic_actor_worker": "roll.pipeline.base_worker",
     "roll.pipeline.rlvr.actor_pg_worker": "roll.pipeline.rlvr.actor_worker",
+    "roll.pipeline.agentic.env.base": "roll.pipeline.agentic.env",
+    "roll.pipeline.agentic.env.registry": "roll.pipeline.agentic.env",
+    "roll.pipeline.agentic.env_manager.base_env_manager": "roll.pipeline.agentic.env_manager",
+    "roll.pipeline.agentic.env_manager.traj_env_manager": "roll.pipeline.agentic.env_manager",
+    "roll.pipeline.agentic.env_manager.step_env_manager": "roll.pipeline.agentic.env_manager",
+    "roll.pipeline.agentic.env_manager.step_concat_env_manager": "roll.pipeline.agentic.env_manager",
+    "roll.pipeline.agentic.llm_proxy.base_llm_proxy": "roll.pipeline.agentic.llm_proxy",
+    "roll.pipeline.agentic.llm_proxy.openai_proxy": "roll.pipeline.agentic.llm_proxy",
+    "roll.pipeline.agentic.llm_proxy.policy_proxy": "roll.pipeline.agentic.llm_proxy",
+    "roll.pipeline.agentic.llm_proxy.random_proxy": "roll.pipeline.agentic.llm_proxy",
 }
 
 

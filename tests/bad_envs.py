@@ -3,7 +3,7 @@
 import os
 import time
 
-from roll.pipeline.agentic.env.base import Env
+from roll.pipeline.agentic.env import Env
 
 
 class GoodEnv(Env):

@@ -29,7 +29,7 @@ from roll.configs.unsupported import UNSUPPORTED_STRATEGIES
 from roll.exceptions import ConfigError, MissingDependencyError, RollError
 from roll.pipeline import registry
 from roll.pipeline.agentic.agentic_config import AgenticConfig
-from roll.pipeline.agentic.env.registry import entry_point_of, load_entry_point
+from roll.pipeline.agentic.env import entry_point_of, load_entry_point
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.utils.import_utils import import_class
 

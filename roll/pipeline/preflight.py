@@ -567,15 +567,15 @@ def _look_at_rewards(config: Any, findings: Findings) -> None:
 def _look_at_environments(config: Any, findings: Findings) -> None:
     """Templates, managers and proxies; then every kind of environment in use is made and reset, in its own process."""
     from roll.datasets.chat_template import get_chat_template
-    from roll.pipeline.agentic.env.registry import entry_point_of
-    from roll.pipeline.agentic.env_calls import (
+    from roll.pipeline.agentic.env import entry_point_of
+    from roll.pipeline.agentic.env_host import (
         EXCEPTION,
         NO_OBSERVATION,
         PROTOCOL,
         EnvCall,
+        EnvHost,
         EnvSpec,
     )
-    from roll.pipeline.agentic.env_host import EnvHost
 
     tokenizer: Any = _tokenizer_of(config, findings)
     if tokenizer is not None:

@@ -1,40 +1,211 @@
-"""A process that plays many environments for another one, and can be killed when one of them hangs.
+"""Environments in a process of their own, which can be killed when one of them hangs.
 
     with EnvHost(specs, timeout_s=60) as host:
         host.submit([EnvCall(0, seed=1), EnvCall(1, seed=1)])
         replies = host.collect(wait_s=2.0)
 
-One process serves any number of environments, one after the other, so a turn costs microseconds. An environment that
-takes longer than `timeout_s` is interrupted inside that process and the others go on. If that does not help (it sits in
-C code, or the process died), the process is killed and started anew: its other episodes are lost and reported as such.
+One process serves any number of environments, one after the other, so a turn costs microseconds. An
+environment that takes longer than `timeout_s` is interrupted inside that process and the others go
+on. If that does not help (it sits in C code, or the process died), the process is killed and started
+anew: its other episodes are lost and reported as such.
 
-Messages are pickled and preceded by their length, over a socket pair; neither side ever waits for the other to read.
+It is `subprocess` and a pipe, and no pool of a library: pools hand out calls to any process and know
+no state, and `multiprocessing` would import the script that the user runs. No torch here: processes
+that only play environments start in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import contextlib
+import math
+import multiprocessing
+import numbers
 import os
-import pickle
-import selectors
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 from roll.exceptions import ConfigError, RollError
-from roll.pipeline.agentic.env.registry import load_entry_point
-from roll.pipeline.agentic.env_calls import KILLED, LOST, EnvCall, EnvReply, EnvSpec, EnvTable
+from roll.pipeline.agentic.env import EntryPoint, load_entry_point
 
-_LENGTH = struct.Struct("!I")
-_CHUNK = 1 << 18
-# Beyond an environment's own timeout, before its process is killed; also the time that a process may take to start.
+# Why a call failed. LOST: the process that held the episode ended because of another environment.
+EXCEPTION, TIMEOUT, KILLED, LOST = "exception", "timeout", "killed", "lost"
+NAN_REWARD, NO_OBSERVATION, PROTOCOL = "nan_reward", "no_observation", "protocol"
+# Seconds beyond an environment's own timeout before its process is killed, and for its start.
 _GRACE_S, _START_S = 2.0, 60.0
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """How an environment is made; another process can import `entry_point`, or it is a class."""
+
+    env_id: int
+    entry_point: EntryPoint
+    leading: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    random_actions: bool = False  # replies carry a random action, for the random proxy
+
+
+@dataclass(frozen=True)
+class EnvCall:
+    """`step` with an action (a text), or `reset` with a seed if there is no action."""
+
+    env_id: int
+    seed: int | None = None
+    action: str | None = None
+
+
+@dataclass
+class EnvReply:
+    """What came of a call: an observation and so on, or the reason why not, with a traceback."""
+
+    env_id: int
+    observation: str = ""
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    random_action: str | None = None
+    reason: str | None = None
+    detail: str = ""
+
+
+class EnvTimeout(BaseException):
+    """Raised inside an environment that takes too long. No Exception, so that few catch it."""
+
+
+class _BadAnswer(Exception):
+    """What an environment returned is not what the protocol says: the reason, and the details."""
+
+
+class LocalEnvs:
+    """Environments in this process, made when they are first reset and made anew after a failure.
+
+    `breakpoint()` works in them. Without a timeout nothing stops one that hangs.
+    """
+
+    def __init__(self, specs: Iterable[EnvSpec]) -> None:
+        self.specs = {spec.env_id: spec for spec in specs}
+        self._envs: dict[int, Any] = {}
+        self._replies: list[EnvReply] = []
+
+    def submit(self, calls: Sequence[EnvCall]) -> None:
+        self._replies += [self.call(call) for call in calls]
+
+    def collect(self, wait_s: float) -> list[EnvReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def call(self, call: EnvCall, timeout_s: float | None = None) -> EnvReply:
+        """Ask one environment. Every failure becomes a reply.
+
+        `timeout_s` interrupts it, on the main thread only.
+        """
+        try:
+            with _alarm(timeout_s):
+                return self._ask(call)
+        except _BadAnswer as bad:
+            reason, detail = bad.args
+        except EnvTimeout:
+            reason, detail = TIMEOUT, f"no answer within {timeout_s} s"
+        except Exception:  # noqa: BLE001 - the border of the environment's own code
+            reason, detail = EXCEPTION, traceback.format_exc(limit=-8)
+        self._drop(call.env_id)
+        return EnvReply(call.env_id, reason=reason, detail=detail)
+
+    def close(self) -> None:
+        for env_id in list(self._envs):
+            self._drop(env_id)
+        self._replies.clear()
+
+    def _ask(self, call: EnvCall) -> EnvReply:
+        spec = self.specs[call.env_id]
+        if call.action is not None:
+            if call.env_id not in self._envs:
+                raise _BadAnswer(LOST, "its process was started anew")
+            env = self._envs[call.env_id]
+            reply = _checked(call, env.step(call.action))
+        else:
+            if call.env_id not in self._envs:
+                make = load_entry_point(spec.entry_point)
+                self._envs[call.env_id] = make(*spec.leading, **spec.config)
+            env = self._envs[call.env_id]
+            reply = _checked(call, env.reset(seed=call.seed))
+        if spec.random_actions:
+            if not hasattr(env, "sample_random_action"):
+                needed = "the random proxy needs the environment's sample_random_action()"
+                raise _BadAnswer(PROTOCOL, needed)
+            reply.random_action = str(env.sample_random_action())
+        return reply
+
+    def _drop(self, env_id: int) -> None:
+        close = getattr(self._envs.pop(env_id, None), "close", None)
+        if close is None:
+            return
+        try:
+            with _alarm(1.0):
+                close()
+        except (Exception, EnvTimeout):  # noqa: BLE001 - its failure was reported already
+            return
+
+
+def _checked(call: EnvCall, answer: Any) -> EnvReply:
+    """The reply for what `reset()` or `step()` returned; _BadAnswer if it breaks the protocol."""
+    where, expected = "step()", "(observation, reward, terminated, truncated, info)"
+    if call.action is None:
+        where, expected = "reset()", "(observation, info)"
+    if not isinstance(answer, tuple | list) or len(answer) != len(expected.split(",")):
+        reason = NO_OBSERVATION if answer is None and call.action is not None else PROTOCOL
+        raise _BadAnswer(reason, f"{where} returned {answer!r:.200}, expected {expected}")
+    observation, *scored, info = answer
+    reward, terminated, truncated = scored or (0.0, False, False)
+    is_number = isinstance(reward, numbers.Real) or hasattr(reward, "item")
+    if not is_number or not math.isfinite(float(reward)):
+        found = f"{where} returned the reward {reward!r:.100}, expected a finite number"
+        raise _BadAnswer(NAN_REWARD, found)
+    if observation is None and (terminated or truncated):
+        observation = ""  # the last observation is never shown to the policy, so it may be missing
+    if observation is None:
+        raise _BadAnswer(NO_OBSERVATION, f"{where} returned the observation None")
+    if not isinstance(observation, str):
+        found = f"{where} returned an observation of {type(observation).__name__}, expected text"
+        raise _BadAnswer(PROTOCOL, found)
+    if not isinstance(info, Mapping):
+        raise _BadAnswer(PROTOCOL, f"info is {info!r:.200}, expected a dict")
+    # Nothing else is read, and what is not sent need not be picklable.
+    known = ("metrics", "metrics_agg_mode", "env_instruction", "suffix", "state")
+    read = {key: info[key] for key in known if key in info}
+    done = bool(terminated), bool(truncated)
+    return EnvReply(call.env_id, observation, float(reward), *done, read)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float | None) -> Iterator[None]:
+    """Raise EnvTimeout in the main thread after `seconds`: ends loops, sleeps and waits, not C code."""
+    if seconds is None:
+        yield
+        return
+    armed = True
+
+    def ring(_signal: int, _frame: Any) -> None:
+        if armed:
+            raise EnvTimeout
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    # It rings again and again, in case the environment catches the first one.
+    signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds / 4, 0.05))
+    try:
+        yield
+    finally:
+        armed = False  # first of all: a ring between these lines must not leave the timer running
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 class EnvHost:
@@ -43,16 +214,16 @@ class EnvHost:
     def __init__(self, specs: Iterable[EnvSpec], *, timeout_s: float) -> None:
         self.specs = {spec.env_id: _importable(spec) for spec in specs}
         self.timeout_s = timeout_s
-        self.num_kills = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._outgoing = bytearray()
-        self._incoming = bytearray()
-        self._waiting: deque[EnvCall] = deque()  # in the order in which the process answers
-        self._heard = (
-            0.0  # when the process last gave a sign of life, or was last given work while idle
-        )
+        self._pipe: Any = None
         self._starting = False
+        self._heard = 0.0  # when the process last gave a sign of life, or was given work while idle
+        self._waiting: deque[EnvCall] = (
+            deque()
+        )  # what the process is at, in the order of its replies
+        # What it gets next. It is sent when the process has nothing left to say, so that neither
+        # side ever waits for the other to read.
+        self._backlog: list[EnvCall] = []
 
     def __enter__(self) -> Self:
         return self
@@ -62,176 +233,93 @@ class EnvHost:
 
     def submit(self, calls: Sequence[EnvCall]) -> None:
         """Hand over calls; `collect` brings the replies."""
-        if not calls:
-            return
-        if self._process is None:
+        self._backlog += calls
+        if calls and self._process is None:
             self._start()
-        if not self._waiting:
-            self._heard = time.monotonic()
-        self._waiting.extend(calls)
-        self._send(("calls", list(calls)))
+        self._send()
 
     def collect(self, wait_s: float) -> list[EnvReply]:
-        """Replies, in the order in which they came: all that are outstanding, or those of the next `wait_s` seconds."""
+        """Replies in the order in which they came: all, or those of the next `wait_s` seconds."""
         replies: list[EnvReply] = []
         deadline = time.monotonic() + wait_s
-        while self._waiting:
+        while self._waiting or self._backlog:
             now = time.monotonic()
-            limit = (
-                _START_S if self._starting else self.timeout_s + max(self.timeout_s / 2, _GRACE_S)
-            )
+            limit = self.timeout_s + max(self.timeout_s / 2, _GRACE_S)
+            if self._starting:
+                limit = _START_S
             if now - self._heard > limit:
-                replies += self._replace(f"no sign of life for {limit:.1f} s")
-                break
+                return replies + self._replace(f"no sign of life for {limit:.1f} s")
             if now >= deadline:
                 break
-            replies += self._exchange(min(deadline - now, self._heard + limit - now + 0.01))
+            try:
+                if not self._pipe.poll(min(deadline - now, self._heard + limit - now + 0.01)):
+                    continue
+                reply = self._pipe.recv()
+            except (EOFError, OSError):
+                return replies + self._replace("its process ended")
+            self._heard = time.monotonic()
+            if isinstance(reply, Exception):
+                raise reply
+            if self._starting:
+                self._starting = False
+            else:
+                call = self._waiting.popleft()
+                assert call.env_id == reply.env_id
+                replies.append(reply)
+            self._send()
         return replies
 
     def close(self) -> None:
         """End the process, whatever it does."""
         if self._process is None:
             return
-        assert self._socket is not None
-        with contextlib.suppress(OSError):
-            self._socket.close()  # the end of its input: an idle process ends itself
-        if self._waiting:
-            self._kill()
-        else:
-            try:
+        self._pipe.close()  # the end of its input: an idle process ends itself
+        if not self._waiting and not self._backlog:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._kill()
         # Whatever an environment started in this process group ends with it.
-        self._signal_group()
-        self._process = self._socket = None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = self._pipe = None
         self._waiting.clear()
-        self._outgoing.clear()
-        self._incoming.clear()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
+        self._backlog.clear()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        package = os.path.dirname(
-            os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        )
-        path = os.pathsep.join(
-            dict.fromkeys([package, *(entry or os.getcwd() for entry in sys.path)])
-        )
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self._pipe, theirs = multiprocessing.Pipe()
+        root = str(Path(__file__).resolve().parents[3])
+        path = dict.fromkeys([root, *(entry or os.getcwd() for entry in sys.path)])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "roll.pipeline.agentic.env_host", str(theirs.fileno())],
+                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # a group of its own: no Ctrl-C of the terminal, and killed with its children
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+                # A group of its own: no Ctrl-C of the terminal, and killed with its children.
+                start_new_session=True,
             )
-        self._socket = ours
         self._heard, self._starting = time.monotonic(), True
-        self._send(("specs", list(self.specs.values()), self.timeout_s))
+        with contextlib.suppress(OSError):  # a process that is gone is found by `collect`
+            self._pipe.send((list(self.specs.values()), self.timeout_s))
 
-    def _send(self, message: Any) -> None:
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._outgoing += _LENGTH.pack(len(data)) + data
-        self._flush()
-
-    def _flush(self) -> None:
-        assert self._socket is not None
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._outgoing:
-                del self._outgoing[: self._socket.send(memoryview(self._outgoing)[:_CHUNK])]
-
-    def _exchange(self, wait_s: float) -> list[EnvReply]:
-        """Write what is left to write, and read what has come within `wait_s` seconds."""
-        assert self._socket is not None
-        with selectors.DefaultSelector() as selector:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
-            selector.register(self._socket, events)
-            ready = selector.select(max(wait_s, 0.0))
-        for _, mask in ready:
-            if mask & selectors.EVENT_WRITE:
-                self._flush()
-            if mask & selectors.EVENT_READ:
-                try:
-                    data = self._socket.recv(_CHUNK)
-                except BlockingIOError:
-                    continue
-                except ConnectionResetError:
-                    data = b""
-                if not data:
-                    return self._replace("its process ended")
-                self._incoming += data
-        return self._parse()
-
-    def _parse(self) -> list[EnvReply]:
-        replies: list[EnvReply] = []
-        position = 0
-        while len(self._incoming) - position >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._incoming, position)
-            end = position + _LENGTH.size + size
-            if len(self._incoming) < end:
-                break
-            reply = pickle.loads(memoryview(self._incoming)[position + _LENGTH.size : end])
-            position = end
-            self._heard, self._starting = time.monotonic(), False
-            if isinstance(reply, Exception):
-                raise reply
-            if isinstance(reply, EnvReply):
-                call = self._waiting.popleft()
-                assert call.env_id == reply.env_id
-                replies.append(reply)
-        del self._incoming[:position]
-        return replies
+    def _send(self) -> None:
+        if self._backlog and not self._waiting and not self._starting:
+            self._waiting.extend(self._backlog)
+            self._backlog.clear()
+            self._heard = time.monotonic()
+            with contextlib.suppress(OSError):
+                self._pipe.send(list(self._waiting))
 
     def _replace(self, why: str) -> list[EnvReply]:
         """Kill the process. The call that it was at fails; those behind it lost their episode."""
-        self.num_kills += 1
-        waiting = list(self._waiting)
         assert self._process is not None
-        self._kill()
-        code = self._process.returncode
+        calls = [*self._waiting, *self._backlog]
+        process = self._process
         self.close()
-        detail = f"{why} (exit status {code})"
-        return [
-            EnvReply(call.env_id, reason=KILLED if index == 0 else LOST, detail=detail)
-            for index, call in enumerate(waiting)
-        ]
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        self._signal_group()
-        self._process.wait()
-
-    def _signal_group(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-
-class LocalEnvs:
-    """Environments in this process, with the interface of `EnvHost`: `breakpoint()` works in them, and nothing stops
-    one that hangs."""
-
-    num_kills = 0
-
-    def __init__(self, specs: Iterable[EnvSpec]) -> None:
-        self._table = EnvTable()
-        self._table.specs = {spec.env_id: spec for spec in specs}
-        self._replies: list[EnvReply] = []
-
-    def submit(self, calls: Sequence[EnvCall]) -> None:
-        self._replies += [self._table.call(call) for call in calls]
-
-    def collect(self, wait_s: float) -> list[EnvReply]:
-        replies, self._replies = self._replies, []
+        detail = f"{why} (exit status {process.returncode})"
+        replies = [EnvReply(call.env_id, reason=LOST, detail=detail) for call in calls]
+        replies[0].reason = KILLED
         return replies
-
-    def close(self) -> None:
-        self._table.close()
-        self._replies.clear()
 
 
 def _importable(spec: EnvSpec) -> EnvSpec:
@@ -240,52 +328,33 @@ def _importable(spec: EnvSpec) -> EnvSpec:
         return spec
     module, name = spec.entry_point.__module__, spec.entry_point.__qualname__
     if module == "__main__" or "<" in name:
+        where = "the script that is run" if module == "__main__" else "inside a function"
         raise ConfigError(
-            f"environment {name}: environments run in processes of their own, which cannot import it from "
-            f"{'the script that is run' if module == '__main__' else 'inside a function'}; move the class to a module, "
-            "or set env_isolation: false"
+            f"environment {name}: environments run in processes of their own, which cannot import "
+            f"it from {where}; move the class to a module, or set env_isolation: false"
         )
-    return EnvSpec(spec.env_id, f"{module}:{name}", spec.leading, spec.config, spec.random_actions)
+    return replace(spec, entry_point=f"{module}:{name}")
 
 
-# -- the process's side ------------------------------------------------------------------------------------------------
-
-
-def serve(connection: socket.socket) -> None:
-    """Answer calls until the other side closes."""
-    table, timeout_s = EnvTable(), 60.0
-    stream = connection.makefile("rb")
-
-    def reply(answer: Any) -> None:
-        data = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
-        connection.sendall(_LENGTH.pack(len(data)) + data)
-
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        while header := stream.read(_LENGTH.size):
-            kind, *content = pickle.loads(stream.read(_LENGTH.unpack(header)[0]))
-            if kind == "specs":
-                specs, timeout_s = content
-                table.specs = {spec.env_id: spec for spec in specs}
-                reply(_import_all(table.specs.values()))
-                continue
-            for call in content[0]:
-                reply(table.call(call, timeout_s))
-    table.close()
-
-
-def _import_all(specs: Iterable[EnvSpec]) -> str | RollError:
-    """Import what the environments are made of: slow the first time, so not a part of anybody's timeout. A path that
-    does not exist, or a package that is missing, is a mistake of the configuration: it ends the run."""
-    try:
-        for entry_point in {spec.entry_point for spec in specs}:
-            load_entry_point(entry_point)
-    except RollError as error:
-        return error
-    return "ready"
-
-
-if __name__ == "__main__":
+def serve(descriptor: int) -> None:
+    """The process's side: answer calls until the other side closes."""
     sys.stdout = sys.stderr  # what environments print is not ours to interpret
-    with socket.socket(fileno=int(sys.argv[1])) as _connection:
-        serve(_connection)
+    pipe: Any = Connection(descriptor)
+    envs = LocalEnvs([])
+    with contextlib.suppress(EOFError, OSError):
+        specs, timeout_s = pipe.recv()
+        envs = LocalEnvs(specs)
+        # Importing is slow the first time, so it is no part of anybody's timeout. A path that does
+        # not exist, or a package that is missing, is a mistake in the config: it ends the run.
+        try:
+            for entry_point in {spec.entry_point for spec in specs}:
+                load_entry_point(entry_point)
+        except RollError as error:
+            pipe.send(error)
+            return
+        pipe.send("ready")
+        while True:
+            for call in pipe.recv():
+                pipe.send(envs.call(call, timeout_s))
+    envs.close()
     os._exit(0)  # threads that an environment left behind do not keep the process

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.datasets.chat_template import get_chat_template
 from roll.engines.request import GenerationOutput, SamplingParams
-from roll.pipeline.agentic.conversation import Conversation, DriftMonitor
-from roll.pipeline.agentic.env.registry import entry_point_of
-from roll.pipeline.agentic.env_calls import LOST, EnvCall, EnvReply, EnvSpec
-from roll.pipeline.agentic.env_manager.base_env_manager import BaseEnvManager, EnvEntry
+from roll.pipeline.agentic.env import entry_point_of
+from roll.pipeline.agentic.env_host import LOST, EnvCall, EnvReply, EnvSpec
+from roll.pipeline.agentic.env_manager import BaseEnvManager, Conversation, DriftMonitor, EnvEntry
 from roll.pipeline.agentic.group_queue import Episode, Filter, GroupQueue, derive_seed
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest
 from roll.pipeline.staleness import is_stale

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from roll.exceptions import ConfigError, MissingDependencyError, install_hint
+from roll.pipeline.agentic.env import make
 from roll.pipeline.agentic.env.adapters import GymnasiumEnv
 from roll.pipeline.agentic.env.env_check import check_env
-from roll.pipeline.agentic.env.registry import make
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -53,21 +53,14 @@ def registered():
 
 
 def test_numbers_with_names_and_a_rendering():
-    env = make(
-        "gymnasium:CliffWalking-v1",
-        actions=["Up", "Right", "Down", "Left"],
-        format_penalty=-2.0,
-        max_steps=2,
-    )
+    options = {"actions": ["Up", "Right", "Down", "Left"], "format_penalty": -2.0, "max_steps": 2}
+    env = make("gymnasium:CliffWalking-v1", **options)
     observation, info = env.reset(0)
     assert observation.splitlines()[3] == "x  C  C  C  C  C  C  C  C  C  C  T"
     assert info["env_instruction"] == "The actions are Up, Right, Down, Left."
     observation, reward, terminated, truncated, info = env.step("<answer>up</answer>")
-    assert observation.splitlines()[2].startswith("x  o") and (reward, terminated, truncated) == (
-        -1.0,
-        False,
-        False,
-    )
+    assert observation.splitlines()[2].startswith("x  o")
+    assert (reward, terminated, truncated) == (-1.0, False, False)
     assert info["metrics"] == {"success": False, "action_is_valid": True}
     again, reward, terminated, truncated, info = env.step("<answer>jump</answer>")
     assert (again, reward, terminated, truncated) == (observation, -2.0, False, True)
@@ -75,9 +68,10 @@ def test_numbers_with_names_and_a_rendering():
     env.close()
 
 
-def test_colours_become_brackets():
+def test_a_rendering_without_colours_or_a_value():
     text = make("gymnasium:Taxi-v4").reset(0)[0]
     assert "\x1b" not in text and "[" in text
+    assert make("gymnasium:Taxi-v4", observation="value").reset(0)[0].isdigit()
 
 
 def test_texts():
@@ -95,10 +89,6 @@ def test_observations_are_written_out_and_numbers_may_start_anywhere():
     assert env.reset(0)[0] == "-1 -1"
     assert env.actions == ("3", "4")
     assert env.step("4")[:4] == ("a=1 1 b=4", 0.5, False, True)
-
-
-def test_a_value_instead_of_the_rendering():
-    assert make("gymnasium:Taxi-v4", observation="value").reset(0)[0].isdigit()
 
 
 @pytest.mark.parametrize(
@@ -137,12 +127,11 @@ def test_gem_environments_are_passed_through(monkeypatch):
         return Game(**config)
 
     monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=gem_make))
-    for prefix in ("game", "math", "rg", "qa", "code", "logic"):
+    families = ["game", "math", "rg", "qa", "code", "logic"]
+    for prefix in families:
         assert make(f"{prefix}:Thing-v0", size=2).reset(1)[0] == "size 2"
     env = make("gem:game:Thing-v0", size=4)
-    assert made == [
-        f"{prefix}:Thing-v0" for prefix in ("game", "math", "rg", "qa", "code", "logic", "game")
-    ]
+    assert made == [f"{prefix}:Thing-v0" for prefix in [*families, "game"]]
     assert env.reset(1) == ("size 4", {"suffix": "?"})
     assert env.sample_random_action() == "\\boxed{1}"
     observation, reward, terminated, truncated, info = env.step("x")
