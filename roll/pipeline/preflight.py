@@ -41,6 +41,7 @@ from roll.datasets.tables import JoinedTable, Table, peek_table
 from roll.distributed.scheduler.resource_manager import ResourceManager, missing_gpus
 from roll.exceptions import ConfigError, DataError, MissingDependencyError, install_hint
 from roll.pipeline.registry import CONFIG_CLASSES, detect_pipeline
+from roll.roll_paths import MOVED
 from roll.utils.checkpoint_manager import read_global_step
 from roll.utils.import_utils import import_class
 from roll.utils.machine import Machine, this_machine
@@ -526,7 +527,7 @@ def _find_class(path: str) -> None:
         return
     module, _, name = path.rpartition(".")
     try:
-        found = importlib.util.find_spec(module)
+        found = importlib.util.find_spec(MOVED.get(module, module))
     except ModuleNotFoundError:
         found = None
     if found is None or found.origin is None:
