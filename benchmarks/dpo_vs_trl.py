@@ -113,13 +113,11 @@ def train_roll(
     with Measured(config, progress=False) as pipeline:
         order = pipeline.sampler.order().tolist()
         strategy = pipeline.actor_train.workers[0].strategy
-        apply_gradients = strategy.apply_gradients
 
-        def keep_first_gradient() -> None:
+        def keep_first_gradient(*_: Any) -> None:
             record.gradient = record.gradient or strategy.full_gradients()
-            apply_gradients()
 
-        strategy.apply_gradients = keep_first_gradient
+        strategy.optimizer.register_step_pre_hook(keep_first_gradient)
         pipeline.run()
     return record, order
 

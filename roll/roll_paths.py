@@ -13,21 +13,25 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED: dict[str, str] = {
+    "roll.distributed.executor.model_update_group": "roll.distributed.weight_sync",
     "roll.distributed.scheduler.generate_scheduler": "roll.distributed.scheduler.protocol",
     "roll.distributed.scheduler.initialize": "roll.distributed.scheduler.resource_manager",
+    "roll.distributed.strategy.factory": "roll.distributed.strategy.strategy",
     "roll.pipeline.agentic.agentic_actor_pg_worker": "roll.pipeline.base_worker",
     "roll.pipeline.agentic.agentic_actor_worker": "roll.pipeline.base_worker",
-    "roll.pipeline.rlvr.actor_pg_worker": "roll.pipeline.rlvr.actor_worker",
     "roll.pipeline.agentic.env.base": "roll.pipeline.agentic.env",
     "roll.pipeline.agentic.env.registry": "roll.pipeline.agentic.env",
     "roll.pipeline.agentic.env_manager.base_env_manager": "roll.pipeline.agentic.env_manager",
-    "roll.pipeline.agentic.env_manager.traj_env_manager": "roll.pipeline.agentic.env_manager",
-    "roll.pipeline.agentic.env_manager.step_env_manager": "roll.pipeline.agentic.env_manager",
     "roll.pipeline.agentic.env_manager.step_concat_env_manager": "roll.pipeline.agentic.env_manager",
+    "roll.pipeline.agentic.env_manager.step_env_manager": "roll.pipeline.agentic.env_manager",
+    "roll.pipeline.agentic.env_manager.traj_env_manager": "roll.pipeline.agentic.env_manager",
     "roll.pipeline.agentic.llm_proxy.base_llm_proxy": "roll.pipeline.agentic.llm_proxy",
     "roll.pipeline.agentic.llm_proxy.openai_proxy": "roll.pipeline.agentic.llm_proxy",
     "roll.pipeline.agentic.llm_proxy.policy_proxy": "roll.pipeline.agentic.llm_proxy",
     "roll.pipeline.agentic.llm_proxy.random_proxy": "roll.pipeline.agentic.llm_proxy",
+    "roll.pipeline.rlvr.actor_pg_worker": "roll.pipeline.rlvr.actor_worker",
+    "roll.utils.checkpoint_manager": "roll.models.checkpoint",
+    "roll.utils.offload_states": "roll.distributed.strategy.strategy",
 }
 
 

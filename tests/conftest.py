@@ -24,7 +24,7 @@ PORTABLE = (
     "pipeline/rlvr/test_rlvr_actor_worker.py",
     "pipeline/rlvr/test_rlvr_pipeline.py",
     "pipeline/sft",
-    "pipeline/test_checkpoints.py",
+    "models/test_checkpoint.py",
     "pipeline/test_infer_worker.py",
     "pipeline/test_model_workers.py",
     "pipeline/test_off_policy_ratio.py",

@@ -14,7 +14,7 @@ from training_setup import PROBES
 from roll.distributed.executor.worker import Worker, worker_context
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
-from roll.distributed.strategy.checkpoint import random_states
+from roll.models.checkpoint import random_states
 
 
 class Lab(Worker):
@@ -54,16 +54,16 @@ class Lab(Worker):
     def state(self) -> dict[str, Any]:
         """Of a DeepSpeed worker: everything that a resumed run must have in common with one that never stopped."""
         strategy = self.inner.strategy
-        zero = strategy.zero
-        zero._create_moments()
+        zero = strategy.optimizer
+        zero.flat_states()
         return {
             "weights": self.weights(),
             "optimizer": {
-                name: {key: zero._whole_state(parameter, key).clone() for key in zero._keys()}
+                name: {key: zero.whole_state(parameter, key).clone() for key in zero.state_keys()}
                 for name, parameter in zero.parameters.items()
             },
-            "steps": [float(state["step"]) for state in zero._flat_states()],
-            "learning_rates": [group["lr"] for group in strategy.optimizer.param_groups],
+            "steps": [float(state["step"]) for state in zero.flat_states()],
+            "learning_rates": [group["lr"] for group in zero.adam.param_groups],
             "scheduler": strategy.scheduler.state_dict(),
             "random": random_states(),
         }

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
-from roll.distributed.strategy.checkpoint import random_states
+from roll.models.checkpoint import random_states
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.base_worker import ActorWorker as AgenticActorWorker
 from roll.pipeline.base_worker import CriticWorker
@@ -170,9 +170,15 @@ class _Probe:
     def gradients(self: Any, data: DataProto) -> tuple[dict[str, Tensor], dict[str, Any]]:
         captured: dict[str, Tensor] = {}
         strategy = self.strategy
-        strategy.apply_gradients = lambda: captured.update(strategy.full_gradients())
+        step = strategy.optimizer.step
+
+        def capture() -> None:
+            captured.update(strategy.full_gradients())
+
+        capture._wrapped_by_lr_sched = True  # so that the scheduler does not warn
+        strategy.optimizer.step = capture
         metrics = strategy.train_step(strategy.get_data_input(data), self.loss_func)
-        del strategy.apply_gradients
+        strategy.optimizer.step = step
         return captured, metrics
 
     def training_state(self: Any) -> dict[str, Any]:

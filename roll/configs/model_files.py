@@ -55,7 +55,7 @@ def model_of_run(folder: Path) -> Path:
     """Where the model lies, if `folder` is that of a run (its newest complete checkpoint) or of a checkpoint; any other
     folder is returned as it is. So `pretrain: output/warm_start` starts from what that run made.
 
-    The layout is that of `roll.utils.checkpoint_manager`, whose `pipeline` folder makes a checkpoint complete.
+    The layout is that of `roll.models.checkpoint`, whose `pipeline` folder makes a checkpoint complete.
     """
     if (folder / "config.json").is_file():
         return folder

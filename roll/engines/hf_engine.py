@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from roll.engines.engine import Decode
 from roll.engines.graph_decoder import MIN_STEPS, GraphDecoder, can_record
 from roll.engines.kv_cache import bytes_per_token, make_cache
-from roll.engines.request import SamplingParams
+from roll.engines.request import Decode, SamplingParams
 from roll.engines.sample import Sample, SampleEngine
 from roll.engines.sampling import draw, stream_key, transform, uniforms
 from roll.engines.small_decoder import SmallDecoder, can_decode

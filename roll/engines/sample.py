@@ -7,8 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from roll.engines.engine import Decode, OnOutput, cut_at_stop_string
-from roll.engines.request import FinishReason, GenerationOutput, GenerationRequest
+from roll.engines.request import (
+    Decode,
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    OnOutput,
+    cut_at_stop_string,
+)
 
 
 class Aborts:

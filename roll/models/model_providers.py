@@ -42,7 +42,7 @@ from roll.models.lora import LoraSettings, add_lora, base_model, split_names, tr
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelSettings(LoraSettings, Protocol):
@@ -247,7 +247,7 @@ def _provide(
 def _prepare_training(model: PreTrainedModel, args: ModelSettings) -> None:
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
-        # generate() goes by this one, and save_hf_checkpoint writes it back into the config of the saved model.
+        # generate() goes by this one, and a checkpoint has it written back into the config of the saved model.
         generation_config.use_cache = getattr(model.config, "use_cache", True)
     model.config.use_cache = False
     if not args.disable_gradient_checkpointing:
@@ -360,9 +360,9 @@ def _load_weights(
 
 
 def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype: one of {', '.join(_DTYPES)} is expected, got {name!r}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise ConfigError(f"dtype: one of {', '.join(DTYPES)} is expected, got {name!r}")
+    return DTYPES[name]
 
 
 def _attention(name: str | None) -> str | None:

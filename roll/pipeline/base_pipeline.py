@@ -45,22 +45,21 @@ from roll import __version__
 from roll.configs.loader import dump_yaml
 from roll.configs.pipeline_config import BaseConfig
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.model_update_group import ModelUpdateGroup
 from roll.distributed.scheduler.resource_manager import ResourceManager
+from roll.distributed.weight_sync import ModelUpdateGroup
 from roll.exceptions import ConfigError
-from roll.utils.checkpoint_manager import (
+from roll.models.checkpoint import (
     PIPELINE,
     checkpoint_folder,
     load_pipeline_state,
     read_global_step,
-    role_folder,
     save_pipeline_state,
+    seed_everything,
 )
 from roll.utils.logging import get_logger
 from roll.utils.metrics.reduction import reduce_metrics, reduce_metrics_list
 from roll.utils.progress import StepProgress
 from roll.utils.run_folder import CONFIG_FILE, METRICS_FILE, RunFolder, Status, now, open_run
-from roll.utils.seeding import seed_everything
 from roll.utils.tracking import RunLog, untagged
 
 logger = get_logger(__name__)
@@ -335,7 +334,8 @@ class BasePipeline:
         step = self._saved_step if step is None else step
         if step is None or not self._checkpoint_clusters:
             return None
-        return role_folder(self.run_dir, step, self._checkpoint_clusters[0].cluster_name)
+        role = self._checkpoint_clusters[0].cluster_name
+        return checkpoint_folder(self.run_dir, step) / role
 
     def finish(self, result: str = "", *, model: Path | None = None) -> None:
         """End the run: write the report, say where the model is and what `result` is, or how to go on.

@@ -9,8 +9,7 @@ from typing import Any
 
 from roll.distributed.scheduler.decorator import Dispatch, Grid, RankArgs, register
 from roll.distributed.scheduler.protocol import DataProto
-from roll.engines.engine import generate_with_retry
-from roll.engines.request import GenerationOutput, GenerationRequest
+from roll.engines.request import GenerationOutput, GenerationRequest, generate_with_retry
 from roll.pipeline.model_worker import ModelWorker
 from roll.utils.generation import prompt_requests, rows_of_outputs
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -13,12 +12,11 @@ from torch import nn
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
-from roll.distributed.strategy.factory import create_strategy
+from roll.distributed.strategy.strategy import create_strategy
 from roll.distributed.strategy.train_strategy import PLACEHOLDER, TrainStrategy
-from roll.distributed.strategy.weight_sync import SyncPlan, TensorSpec
+from roll.models.checkpoint import checkpoint_folder, find_checkpoint
 from roll.models.model_providers import default_actor_model_provider
 from roll.pipeline.mini_batches import NUM_STEPS, ROW_NUMBER, local_rows_of_steps
-from roll.utils.checkpoint_manager import find_checkpoint, role_folder
 from roll.utils.metrics.reduction import flatten_sum
 
 
@@ -45,7 +43,8 @@ class ModelWorker(Worker):
 
         `is_last_step` is accepted because ROLL's pipelines pass it; saving is never left unfinished here.
         """
-        folder = role_folder(self.pipeline_config.output_dir, global_step, self.cluster_name)
+        run_dir = self.pipeline_config.output_dir
+        folder = checkpoint_folder(run_dir, global_step) / self.cluster_name
         timings = self.strategy.save_checkpoint(folder, global_step)
         return {
             f"time/{self.cluster_name}/do_checkpoint/{name}": seconds
@@ -96,48 +95,6 @@ class ModelWorker(Worker):
         reduced[f"{role}/backward_steps"] = num_steps
         return reduced
 
-    # -- weights of another role -------------------------------------------------------------------------------------
-
-    def weight_specs(self) -> list[TensorSpec]:
-        """Names, shapes and dtypes of the weights that this role can send. All ranks call it."""
-        return [
-            TensorSpec(name, tuple(w.shape), w.dtype) for name, w in self.strategy.named_weights()
-        ]
-
-    def weight_checksums(self, names: Collection[str]) -> dict[str, int]:
-        return self.strategy.weight_checksums(names)
-
-    def share_weights_of(self, source: ModelWorker) -> bool:
-        """Use the model of another worker of this process as one's own. False where the two cannot be one model."""
-        return self.strategy.share_model(source.strategy)
-
-    def free_address(self) -> tuple[str, int]:
-        """An address of this machine that the other side of a weight channel can connect to."""
-        host = self.context.master[0] if self.context.master else "127.0.0.1"
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return host, probe.getsockname()[1]
-
-    def setup_model_update(self, *, first_rank: int, **channel: Any) -> None:
-        """Join the channel that weights travel in: rank 0 of the source (`first_rank` 0), all ranks of the target."""
-        is_bystander = first_rank == 0 and self.rank > 0
-        self.strategy.setup_model_update(
-            rank=None if is_bystander else first_rank + self.rank, **channel
-        )
-
-    def start_model_update(self) -> dict[str, int]:
-        """Send or receive the weights. Returns checksums of a sample of them; those of rank 0 count for a source."""
-        return self.strategy.model_update()
-
-    def set_policy_version(self, version: int) -> None:
-        """Say which weights the model holds now: generated tokens carry this number."""
-        self.strategy.policy_version = version
-
-    def copy_weights_of(
-        self, source: ModelWorker, plan: SyncPlan
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Load the weights of another worker of this process. Returns checksums of the sample: as sent, as held."""
-        sent: dict[str, int] = {}
-        self.strategy.sync_plan = plan
-        self.strategy.receive_weights(plan.buckets_of(source.strategy.named_weights(), sent))
-        return sent, self.weight_checksums(plan.sampled_names)
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(worker, ...)` on this worker; how `roll.distributed.weight_sync` reaches it."""
+        return function(self, *args, **kwargs)

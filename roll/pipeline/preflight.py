@@ -40,9 +40,9 @@ from roll.datasets.file_tokenizer import FileTokenizer
 from roll.datasets.tables import JoinedTable, Table, peek_table
 from roll.distributed.scheduler.resource_manager import ResourceManager, missing_gpus
 from roll.exceptions import ConfigError, DataError, MissingDependencyError, install_hint
+from roll.models.checkpoint import read_global_step
 from roll.pipeline.registry import CONFIG_CLASSES, detect_pipeline
 from roll.roll_paths import MOVED
-from roll.utils.checkpoint_manager import read_global_step
 from roll.utils.import_utils import import_class
 from roll.utils.machine import Machine, this_machine
 from roll.utils.run_folder import resume_point
@@ -405,18 +405,9 @@ def _look_at_adapter(key: str, role: WorkerConfig, findings: Findings) -> None:
 
 
 def _check_deepspeed(config: BaseConfig, role: WorkerConfig) -> None:
-    from roll.distributed.strategy.deepspeed_config import RunSettings, complete_config, zero_stage
+    from roll.distributed.strategy.deepspeed_config import complete_config, zero_stage
 
-    args = role.training_args
-    run = RunSettings(
-        role=str(role.name),
-        dtype=role.model_args.dtype,
-        world_size=role.world_size,
-        micro_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        max_grad_norm=getattr(config, "max_grad_norm", 1.0),
-    )
-    complete_config(role.strategy_config, run, zero_stage(role.strategy_config, run.role, 0))
+    complete_config(role, zero_stage(role, 0), getattr(config, "max_grad_norm", 1.0))
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

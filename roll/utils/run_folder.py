@@ -5,7 +5,7 @@ OUTPUT_DIR/EXP_NAME/          a run; EXP_NAME-2, EXP_NAME-3 ... if that name is 
   config.yaml                 the config with every value that was in effect
   metrics.jsonl               one line of numbers a step (see `roll.utils.tracking`)
   rollouts/                   samples, one file a step
-  checkpoints/                see `roll.utils.checkpoint_manager`
+  checkpoints/                see `roll.models.checkpoint`
   report.html                 what the viewer made of all this
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.exceptions import ConfigError
-from roll.utils.checkpoint_manager import complete_checkpoints, find_checkpoint, get_latest_ckpt
+from roll.models.checkpoint import complete_checkpoints, find_checkpoint, get_latest_ckpt
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"

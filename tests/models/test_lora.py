@@ -264,7 +264,7 @@ def test_missing_peft_names_the_extra(monkeypatch):
 @pytest.mark.slow
 def test_peft_is_not_imported_before_it_is_needed():
     modules = ", ".join(
-        f"roll.models.{name}" for name in ("model_providers", "hf_checkpoint", "linear_head")
+        f"roll.models.{name}" for name in ("model_providers", "checkpoint", "linear_head")
     )
     code = f"import sys, {modules}; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0

@@ -14,10 +14,10 @@ from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.exceptions import ConfigError
+from roll.models.checkpoint import complete_checkpoints
 from roll.pipeline.base_pipeline import BasePipeline, resume_command
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.registry import load_config
-from roll.utils.checkpoint_manager import complete_checkpoints
 from roll.utils.run_folder import RunFolder
 from roll.utils.tracking import read_metrics
 

@@ -9,9 +9,9 @@ from training_setup import PROBES, make_batch, make_config
 
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.model_update_group import ModelUpdateGroup
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
+from roll.distributed.weight_sync import ModelUpdateGroup
 from roll.engines.request import GenerationRequest, SamplingParams
 from roll.pipeline.base_worker import InferWorker as InferWorkerOfRoll
 from roll.pipeline.infer_worker import InferWorker, collect_outputs, dispatch_requests

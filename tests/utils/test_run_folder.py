@@ -3,7 +3,7 @@
 import pytest
 
 from roll.exceptions import ConfigError
-from roll.utils.checkpoint_manager import checkpoint_folder, save_pipeline_state
+from roll.models.checkpoint import checkpoint_folder, save_pipeline_state
 from roll.utils.run_folder import RunFolder, open_run, runs_of
 
 

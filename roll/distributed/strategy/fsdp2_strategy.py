@@ -1,9 +1,8 @@
-"""`fsdp2_train` and `fsdp2_infer`: parameters, gradients and optimizer state sharded over all ranks with `fully_shard`.
+"""`fsdp2_train` and `fsdp2_infer`: weights, gradients and optimizer state sharded with `fully_shard`.
 
-`roll.configs.strategy_options` has the keys of `strategy_config`.
-
-Training keeps float32 master weights whatever `param_dtype` is. All ranks run equally many forward and backward
-passes: a rank with fewer micro-batches takes part with an empty one.
+`roll.configs.strategy_options` has the keys of `strategy_config`. Training keeps float32 master
+weights whatever `param_dtype` is. All ranks run equally many forward and backward passes: a rank
+with fewer micro-batches takes part with an empty one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,10 +25,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from roll.configs.strategy_options import Fsdp2Options, Fsdp2TrainOptions
-from roll.distributed.strategy.checkpoint import load_optimizer, save_optimizer
+from roll.configs.strategy_info import STRATEGIES
 from roll.distributed.strategy.micro_batches import Rows, split_to
-from roll.distributed.strategy.ranks import Ranks
 from roll.distributed.strategy.strategy import (
     InferenceStrategy,
     ModelProvider,
@@ -38,38 +34,61 @@ from roll.distributed.strategy.strategy import (
     full_tensor,
 )
 from roll.distributed.strategy.train_strategy import TrainStrategy
-from roll.models.hf_checkpoint import read_hf_weights
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from roll.models.checkpoint import read_hf_weights, read_optimizer, write_optimizer
+from roll.models.model_providers import DTYPES
 
 
 class Fsdp2InferStrategy(InferenceStrategy):
-    """A sharded model that scores batches."""
+    """A sharded model for forward passes."""
 
-    strategy_name = "fsdp2_infer"
+    info = STRATEGIES["fsdp2_infer"]
 
     def initialize(self, model_provider: ModelProvider) -> None:
         self.build_model(model_provider)
         self.model.requires_grad_(False)
-        shard_model(self)
+        self.shard_model()
 
-    def same_length_on_all_ranks(self, plan: list[Rows], unit: int = 1) -> list[Rows]:
+    def same_length_on_all_ranks(self, plan: list[Rows], unit: int) -> list[Rows]:
         return split_to(plan, int(self.ranks.max(len(plan))), unit=unit)
 
+    def shard_model(self) -> None:
+        """Shard every decoder layer, then what is left (embeddings, final norm, head).
 
-class Fsdp2TrainStrategy(TrainStrategy):
+        The head belongs into that root group, which stays gathered from its forward to its backward:
+        log-probs read the head's weight after the model has returned.
+        """
+        options = self.options
+        on_gpu = self.device.type == "cuda"
+        self.join_ranks("cpu:gloo,cuda:nccl" if options.offload_policy and on_gpu else None)
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES[options.param_dtype or self.worker_config.model_args.dtype],
+            reduce_dtype=DTYPES[options.reduce_dtype] if self.info.trains else None,
+        )
+        shared = {
+            "mesh": init_device_mesh(self.device.type, (self.ranks.size,)),
+            "mp_policy": policy,
+            "offload_policy": OffloadPolicy(),
+        }
+        if options.offload_policy:
+            shared["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        reshard = options.reshard_after_forward is not False
+        for layer in decoder_layers(self.model):
+            fully_shard(layer, reshard_after_forward=reshard, **shared)
+        fully_shard(self.model, reshard_after_forward=False, **shared)
+        if not options.offload_policy:
+            self.model.to(self.device)
+
+
+class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
     """A sharded model that trains."""
 
-    strategy_name = "fsdp2_train"
+    info = STRATEGIES["fsdp2_train"]
 
     def initialize(self, model_provider: ModelProvider) -> None:
         self.build_model(model_provider)
         self.model.float()
-        shard_model(self)
+        self.shard_model()
         self.make_optimizer()
-
-    def same_length_on_all_ranks(self, plan: list[Rows], unit: int = 1) -> list[Rows]:
-        return split_to(plan, int(self.ranks.max(len(plan))), unit=unit)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         assert isinstance(self.model, FSDPModule)
@@ -89,53 +108,15 @@ class Fsdp2TrainStrategy(TrainStrategy):
         return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
 
     def load_weights(self, folder: Path) -> None:
-        # Rank 0 reads and checks; the others receive their shards from it.
-        weights: dict[str, Any] = (
-            dict(read_hf_weights(self.unwrap_model(), folder)) if self.ranks.rank == 0 else {}
-        )
+        weights: dict[str, Any] = {}
+        if self.ranks.rank == 0:
+            # Rank 0 reads and checks; the others receive their shards from it.
+            weights = dict(read_hf_weights(self.model, folder))
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(self.model, weights, options=options)
 
-    def save_training_state(self, folder: Path) -> None:
-        save_optimizer(folder / "optimizer", self.model, self.optimizer, sharded=True)
+    def save_optimizer(self, folder: Path) -> None:
+        write_optimizer(folder, self.model, self.optimizer, sharded=True)
 
-    def load_training_state(self, folder: Path) -> None:
-        load_optimizer(folder / "optimizer", self.model, self.optimizer, sharded=True)
-
-
-def shard_model(strategy: InferenceStrategy) -> None:
-    """Shard every decoder layer, then what is left (embeddings, final norm, head) as the root group.
-
-    The head belongs into the root group, which stays gathered from its forward to its backward: the log-prob operators
-    read the head's weight after the model has returned.
-    """
-    options: Fsdp2Options = strategy.options
-    offload = options.offload_policy
-    on_gpu = strategy.device.type == "cuda"
-    strategy.worker.init_process_group(backend="cpu:gloo,cuda:nccl" if offload and on_gpu else None)
-    strategy.ranks = Ranks.of_default_group(strategy.device)
-    mesh = init_device_mesh(strategy.device.type, (strategy.ranks.size,))
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[options.param_dtype or strategy.worker_config.model_args.dtype],
-        reduce_dtype=DTYPES[options.reduce_dtype]
-        if isinstance(options, Fsdp2TrainOptions)
-        else None,
-    )
-    offload_policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
-    for layer in decoder_layers(strategy.model):
-        fully_shard(
-            layer,
-            mesh=mesh,
-            reshard_after_forward=options.reshard_after_forward is not False,
-            mp_policy=policy,
-            offload_policy=offload_policy,
-        )
-    fully_shard(
-        strategy.model,
-        mesh=mesh,
-        reshard_after_forward=False,
-        mp_policy=policy,
-        offload_policy=offload_policy,
-    )
-    if not offload:
-        strategy.model.to(strategy.device)
+    def load_optimizer(self, folder: Path) -> None:
+        read_optimizer(folder, self.model, self.optimizer, sharded=True)

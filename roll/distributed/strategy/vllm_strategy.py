@@ -1,15 +1,16 @@
-"""`vllm`: generation with vLLM's engine, in the process of its worker. The only module that imports vllm.
+"""`vllm`: generation with vLLM's engine, in its worker's process. The only module that imports vllm.
 
-Weights come from the role that trains: vLLM reloads them in place, from tensors of the same process or of a broadcast.
-Then it is checked what vLLM computes with: parameters that can be read are compared bit by bit, and layers that keep
-their weights in a packed form are run on a probe and compared with the product they stand for. That is not
-superstition: vLLM 0.32 on a CPU forgets to repack a head that is tied to the embedding.
+Weights come from the role that trains: vLLM reloads them in place, from tensors of the same process
+or of a broadcast. Then it is checked what vLLM computes with: parameters that can be read are
+compared bit by bit, and layers that keep their weights in a packed form are run on a probe and
+compared with the product they stand for. vLLM 0.32 on a CPU forgets to repack a head that is tied to
+the embedding, so the check is needed.
 
-`strategy_config` takes vLLM's engine arguments (`max_model_len`, `gpu_memory_utilization`, `block_size`,
-`max_num_seqs`, `enable_prefix_caching`, ...). Log-probabilities are those of the distribution that was sampled from, as
-in every engine. With both min-p and top-p, vLLM applies min-p first and `hf_infer` last, as `transformers` does.
-
-An interrupted sample continues with fresh random numbers, since vLLM's random streams cannot be entered in the middle.
+`strategy_config` takes vLLM's engine arguments (`max_model_len`, `gpu_memory_utilization`,
+`block_size`, `max_num_seqs`, `enable_prefix_caching`, ...). Log-probs are those of the distribution
+that was sampled from, as in every engine. With both min-p and top-p, vLLM applies min-p first and
+`hf_infer` last, as `transformers` does. An interrupted sample continues with fresh random numbers,
+since vLLM's random streams cannot be entered in the middle.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from roll.configs.model_files import check_model_files, model_of_run
 from roll.configs.problems import did_you_mean
+from roll.configs.strategy_info import STRATEGIES
 from roll.configs.strategy_options import VLLM_IGNORED
 from roll.distributed.scheduler.protocol import DataProto
-from roll.distributed.strategy.checkpoint import random_states, restore_random_states
 from roll.distributed.strategy.strategy import ForwardFunction, InferenceStrategy, ModelProvider
-from roll.distributed.strategy.weight_sync import checksum
-from roll.engines.engine import Decode, end_tokens, text_of
+from roll.distributed.weight_sync import checksum
+from roll.engines.request import Decode, end_tokens, text_of
 from roll.engines.sample import Sample, SampleEngine
 from roll.engines.sampling import stream_key
 from roll.exceptions import ConfigError, MissingDependencyError, install_hint
-from roll.models.model_providers import default_tokenizer_provider
+from roll.models.checkpoint import random_states, restore_random_states
+from roll.models.model_providers import DTYPES, default_tokenizer_provider
 
 if TYPE_CHECKING:
     from roll.distributed.executor.worker import Worker
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_CACHE_BYTES = 2**30
 
 
 class VllmStrategy(InferenceStrategy):
-    """A model inside vLLM. It generates; it does not score or train."""
+    """A model inside vLLM. It generates; it has no forward passes of its own and does not train."""
 
-    strategy_name = "vllm"
+    info = STRATEGIES["vllm"]
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -60,51 +61,101 @@ class VllmStrategy(InferenceStrategy):
         self._delivered: dict[str, Tensor] = {}
 
     def initialize(self, model_provider: ModelProvider) -> None:
-        """Start vLLM on the folder of `model_args`; the provider makes models of `transformers` and is not asked."""
+        """Start vLLM on the folder of `model_args`; the provider, which makes models of
+        `transformers`, is not asked."""
         del model_provider
-        with _process_left_alone():
-            vllm = _import_vllm()
-            options = self._load_config()
-            engine_config = vllm.EngineArgs(**options).create_engine_config()
-            executor_class = vllm.Executor.get_class(engine_config)
-            self._engine = VLLMEngine(
-                vllm.LLMEngine(
-                    engine_config, executor_class, log_stats=False, multiprocess_mode=False
-                ),
-                vocab_size=self.config.get_text_config(decoder=True).vocab_size,
-                eos_token_ids=end_tokens(self.tokenizer, _generation_config(options["model"])),
-                decode=text_of(self.tokenizer),
-            )
-        self.has_weights = options["load_format"] != "dummy"
-
-    def _load_config(self) -> dict[str, Any]:
-        """Read tokenizer and config of the model; returns vLLM's engine arguments."""
         model_args = self.worker_config.model_args
-        if self.worker.device_index is not None:
-            self.device = torch.device("cuda", self.worker.device_index)
         check_model_files(model_args)
         folder = Path(model_args.model_name_or_path).expanduser()
         source = str(model_of_run(folder)) if folder.is_dir() else model_args.model_name_or_path
-        self.tokenizer = default_tokenizer_provider(model_args)
-        self.config = AutoConfig.from_pretrained(
-            source, trust_remote_code=model_args.trust_remote_code, **model_args.model_config_kwargs
+        with _process_left_alone():
+            vllm = _import_vllm()
+            self.tokenizer = default_tokenizer_provider(model_args)
+            self.config = AutoConfig.from_pretrained(
+                source,
+                trust_remote_code=model_args.trust_remote_code,
+                **model_args.model_config_kwargs,
+            )
+            options = self._engine_options(source)
+            engine_config = vllm.EngineArgs(**options).create_engine_config()
+            llm = vllm.LLMEngine(
+                engine_config,
+                vllm.Executor.get_class(engine_config),
+                log_stats=False,
+                multiprocess_mode=False,
+            )
+        try:
+            generation_config = GenerationConfig.from_pretrained(source)
+        except OSError:  # the model has none
+            generation_config = None
+        self._engine = VLLMEngine(
+            llm,
+            vocab_size=self.config.get_text_config(decoder=True).vocab_size,
+            eos_token_ids=end_tokens(self.tokenizer, generation_config),
+            decode=text_of(self.tokenizer),
         )
-        return self._engine_options(source)
+        self.has_weights = options["load_format"] != "dummy"
+
+    def _engine_options(self, source: str) -> dict[str, Any]:
+        """vLLM's engine arguments: ours, under those of `strategy_config`, which are checked."""
+        vllm, args, worker = _import_vllm(), self.worker_config.model_args, self.worker
+        given = {
+            key: value for key, value in self.strategy_config.items() if key not in VLLM_IGNORED
+        }
+        known = [f.name for f in dataclasses.fields(vllm.EngineArgs) if not f.name.startswith("_")]
+        for key in given:
+            if key not in known:
+                guess = did_you_mean(key, known) or "remove it"
+                raise ConfigError(
+                    f"strategy_config.{key}: vLLM has no such engine argument; {guess}"
+                )
+        text = self.config.get_text_config(decoder=True)
+        most = text.max_position_embeddings
+        ours: dict[str, Any] = {
+            "model": source,
+            "dtype": str(DTYPES[args.dtype]).removeprefix("torch."),
+            "trust_remote_code": args.trust_remote_code,
+            "hf_overrides": dict(args.model_config_kwargs),
+            "seed": worker.pipeline_config.seed,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "load_format": "dummy" if args.random_init else "auto",
+            "max_model_len": min(most, getattr(worker.pipeline_config, "sequence_length", most)),
+        }
+        if worker.device_index is None:
+            size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            supported = vllm.CPUAttentionBackend.get_supported_head_sizes()
+            if size not in supported:
+                raise ConfigError(
+                    f"vLLM on a CPU has no attention for heads of size {size} (hidden_size / "
+                    f"num_attention_heads); it has {', '.join(map(str, supported))}. The strategy "
+                    "hf_infer takes any model"
+                )
+            ours |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        elif worker.device_index != 0:
+            raise ConfigError(
+                "vLLM takes the first GPU of its process, and this worker has GPU "
+                f"{worker.device_index}: use backend: ray, which gives each worker a process that "
+                "sees its own GPU only"
+            )
+        return ours | given
 
     @property
     def generation_engine(self) -> VLLMEngine:
         assert self._engine is not None, "initialize() comes first"
         if not self.has_weights:
             raise RuntimeError(
-                "vLLM was started with load_format dummy and has random weights: update them from the role that trains "
-                "(model_update) before the first generation, or remove load_format"
+                "vLLM was started with load_format dummy and has random weights: update them from "
+                "the role that trains (model_update) before the first generation, or remove "
+                "load_format"
             )
         self._engine.policy_version = self.policy_version
         return self._engine
 
     def forward_step(self, batch: DataProto, forward_func: ForwardFunction) -> NoReturn:
         raise RuntimeError(
-            "vllm generates and does not score; give this role the strategy hf_infer or fsdp2_infer"
+            "vllm generates and computes no log-probs; give this role the strategy hf_infer or "
+            "fsdp2_infer"
         )
 
     def load_states(
@@ -115,12 +166,12 @@ class VllmStrategy(InferenceStrategy):
     def offload_states(
         self, include: Collection[str] | None = None, non_blocking: bool = False
     ) -> None:
-        """vLLM keeps its memory: `gpu_memory_utilization` leaves room for the roles that share the device."""
+        """vLLM keeps its memory: `gpu_memory_utilization` leaves room for the other roles."""
 
-    # -- weights -----------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names, shapes and dtypes of the weights that vLLM takes, as tensors without storage."""
+        """Names, shapes and dtypes of what vLLM takes, as tensors without storage."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 self.config,
@@ -147,58 +198,32 @@ class VllmStrategy(InferenceStrategy):
                     yield name, weight
 
         weights = stream()
-        self._engine.on_model(lambda worker: _reload(worker, weights))
+
+        def reload(worker: Any) -> None:
+            worker.reload_weights(weights_iterator=weights)
+            head = _tied_head(worker.model_runner.get_model())
+            if head is not None and hasattr(head, "cpu_linear"):
+                # vLLM repacks the layers that it loaded something into, not a tied head.
+                head.quant_method.process_weights_after_loading(head)
+
+        self._engine.on_model(reload)
         for name, _ in weights:
             raise RuntimeError(f"weight sync: vLLM stopped reading before {name}")
         self._engine.reset_prefix_cache()
         self.has_weights = True
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, int]:
-        """Of what vLLM holds; of what was delivered, where a probe of the layer shows that it is what vLLM uses."""
+        """Of what vLLM holds; of what was delivered, where a probe shows that vLLM uses it."""
         assert self._engine is not None
         delivered = {name: weight for name, weight in self._delivered.items() if name in names}
         return self._engine.on_model(
             lambda worker: held_checksums(worker.model_runner.get_model(), delivered)
         )
 
-    # -- engine arguments --------------------------------------------------------------------------------------------
-
-    def _engine_options(self, source: str) -> dict[str, Any]:
-        """vLLM's engine arguments: ours, under those of `strategy_config`, which are checked first."""
-        args = self.worker_config.model_args
-        given = {
-            key: value for key, value in self.strategy_config.items() if key not in VLLM_IGNORED
-        }
-        _check_keys(given)
-        on_cpu = self.worker.device_index is None
-        if on_cpu:
-            _check_head_size(self.config)
-        elif self.worker.device_index != 0:
-            raise ConfigError(
-                f"vLLM takes the first GPU of its process, and this worker has GPU {self.worker.device_index}: use "
-                "backend: ray, which gives each worker a process that sees its own GPU only"
-            )
-        most = self.config.get_text_config(decoder=True).max_position_embeddings
-        ours: dict[str, Any] = {
-            "model": source,
-            "dtype": str(DTYPES[args.dtype]).removeprefix("torch."),
-            "trust_remote_code": args.trust_remote_code,
-            "hf_overrides": dict(args.model_config_kwargs),
-            "seed": self.worker.pipeline_config.seed,
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "load_format": "dummy" if args.random_init else "auto",
-            "max_model_len": min(
-                most, getattr(self.worker.pipeline_config, "sequence_length", most)
-            ),
-        }
-        if on_cpu:
-            ours |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
-        return ours | given
-
 
 class VLLMEngine(SampleEngine):
-    """Answers requests with vLLM. A sample is a request of its own there; the prefix cache shares a group's prompt."""
+    """Answers requests with vLLM. A sample is a request of its own there; the prefix cache shares the
+    prompt of a group."""
 
     def __init__(
         self, llm: Any, *, vocab_size: int, eos_token_ids: Collection[int], decode: Decode | None
@@ -222,15 +247,33 @@ class VLLMEngine(SampleEngine):
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def on_model(self, function: Callable[[Any], Any]) -> Any:
-        """The result of `function` with vLLM's worker, which holds the model (`worker.model_runner.get_model()`)."""
+        """The result of `function` with vLLM's worker, which holds the model."""
         return self.llm.collective_rpc(function)[0]
 
     def run(self, samples: list[Sample], finish: Callable[[Sample], None]) -> None:
+        vllm = _import_vllm()
         waiting: dict[str, Sample] = {}
         for sample in samples:
+            request, sampling = sample.request, sample.request.sampling
+            key = f"{request.keys[sample.sample_index]}/{len(request.prefix_ids)}"
+            # Stop strings are looked for by `Sample`, the same way for every engine.
+            parameters = vllm.SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
+                max_tokens=sample.limit,
+                seed=stream_key(sampling.seed, key),
+                stop_token_ids=sorted(sample.eos_token_ids | set(sampling.stop_token_ids)),
+                logprobs=0,
+                detokenize=False,
+                output_kind=vllm.RequestOutputKind.DELTA,
+            )
             self._num_requests += 1
             name = str(self._num_requests)
-            self.llm.add_request(name, _prompt(sample), _sampling_params(sample))
+            prompt = vllm.tokens_input([*request.prompt_ids, *request.prefix_ids])
+            self.llm.add_request(name, prompt, parameters)
             waiting[name] = sample
         try:
             while waiting:
@@ -243,29 +286,26 @@ class VLLMEngine(SampleEngine):
             self.llm.abort_request(list(waiting))
 
     def _step(self, waiting: Mapping[str, Sample]) -> dict[str, bool]:
-        """One more token for (most of) the samples. Returns those that ended, and whether vLLM knows."""
+        """A token for (most of) the samples. Returns those that ended, and whether vLLM knows."""
         ended: dict[str, bool] = {}
-        if self.aborts:
-            for name, sample in waiting.items():
-                if sample.request.request_id in self.aborts:
-                    sample.finish_reason = "abort"
-                    ended[name] = False
-            if ended:
-                return ended
+        for name, sample in waiting.items():
+            if sample.request.request_id in self.aborts:
+                sample.finish_reason = "abort"
+                ended[name] = False
+        if ended:
+            return ended
         for output in self.llm.step():
             sample = waiting.get(output.request_id)
             if sample is None:
                 continue
             (completion,) = output.outputs
             ids = list(completion.token_ids)
-            values = [
-                entry[token].logprob
-                for token, entry in zip(ids, completion.logprobs or (), strict=True)
-            ]
-            sample.take(ids, values)
+            entries = zip(ids, completion.logprobs or (), strict=True)
+            sample.take(ids, [entry[token].logprob for token, entry in entries])
             if output.finished and sample.finish_reason is None:
                 sample.fail(
-                    f"vLLM ended early: {completion.finish_reason} after {len(sample.token_ids)} tokens"
+                    f"vLLM ended early: {completion.finish_reason} after "
+                    f"{len(sample.token_ids)} tokens"
                 )
             if sample.finish_reason is not None:
                 ended[output.request_id] = output.finished
@@ -273,52 +313,52 @@ class VLLMEngine(SampleEngine):
 
 
 def held_checksums(model: nn.Module, delivered: Mapping[str, Tensor]) -> dict[str, int]:
-    """Checksums of the weights inside vLLM's model, by their Hugging Face names; -1 for one that it does not use.
+    """Checksums of the weights inside vLLM's model, by their Hugging Face names; -1 for one that it
+    does not use.
 
-    vLLM joins some matrices (q, k and v into one) and may keep them packed. A layer with packed weights is asked for
-    the product with a probe: if that is the product with the delivered matrix, the delivered bytes stand for it.
+    vLLM joins some matrices (q, k and v into one) and may keep them packed. A layer with packed
+    weights is asked for the product with a probe: if that is the product with the delivered matrix,
+    the delivered bytes stand for it.
     """
     sums: dict[str, int] = {}
     head = _tied_head(model)
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, weight in delivered.items():
-        module, first_row = _find(model, name)
-        parameter = getattr(module, name.rpartition(".")[2])
-        held = (
-            parameter[first_row : first_row + len(weight)]
-            if parameter.dim() == weight.dim()
-            else weight
-        )
+        path, _, leaf = name.rpartition(".")
+        parent, _, child = path.rpartition(".")
+        first_row = 0
+        for joined, parts in packed.items():
+            if child in parts:
+                module: Any = model.get_submodule(f"{parent}.{joined}")
+                first_row = sum(module.output_sizes[: parts.index(child)])
+                break
+        else:
+            module = model.get_submodule(path)
+        parameter = getattr(module, leaf)
+        held = weight
+        if parameter.dim() == weight.dim():
+            held = parameter[first_row : first_row + len(weight)]
         sums[name] = checksum(held if held.shape == weight.shape else weight)
-        if not name.endswith(".weight") or weight.dim() != 2:
+        if leaf != "weight" or weight.dim() != 2:
             continue
         users = [module] if head is None or head.weight is not parameter else [module, head]
-        if not all(
-            _multiplies_with(user, weight, first_row)
-            for user in users
-            if hasattr(user, "cpu_linear")
-        ):
-            sums[name] = -1
+        for user in users:
+            if hasattr(user, "cpu_linear") and not _multiplies_with(user, weight, first_row):
+                sums[name] = -1
     return sums
 
 
 def _tied_head(model: Any) -> Any:
-    """The output head, if it is a layer of its own that uses the weight of the embedding; else None."""
-    head, embedding = (
-        getattr(model, "lm_head", None),
-        getattr(getattr(model, "model", None), "embed_tokens", None),
-    )
-    if (
-        head is None
-        or embedding is None
-        or head is embedding
-        or head.weight is not embedding.weight
-    ):
+    """The output head, if it is a layer of its own that uses the embedding's weight; else None."""
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if head is None or embedding is None or head is embedding:
         return None
-    return head
+    return head if head.weight is embedding.weight else None
 
 
 def _multiplies_with(layer: Any, weight: Tensor, first_row: int) -> bool:
-    """Whether the layer's product with a probe is that of `weight` in the rows from `first_row` on."""
+    """Whether the layer's product with a probe is that of `weight`, in the rows from `first_row`."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, weight.shape[1], generator=generator).to(weight)
     with torch.no_grad():
@@ -330,102 +370,24 @@ def _multiplies_with(layer: Any, weight: Tensor, first_row: int) -> bool:
     return bool((product - expected).abs().amax() <= tolerance * scale)
 
 
-def _find(model: nn.Module, name: str) -> tuple[nn.Module, int]:
-    """The module of vLLM's model that holds a weight with this Hugging Face name, and the weight's first row in it."""
-    path, _, _ = name.rpartition(".")
-    parent, _, child = path.rpartition(".")
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for joined, parts in packed.items():
-        if child in parts:
-            module: Any = model.get_submodule(f"{parent}.{joined}")
-            return module, sum(module.output_sizes[: parts.index(child)])
-    return model.get_submodule(path), 0
-
-
-def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    worker.reload_weights(weights_iterator=weights)
-    head = _tied_head(worker.model_runner.get_model())
-    if head is not None and hasattr(head, "cpu_linear"):
-        # vLLM repacks the layers that it loaded something into, and a tied head is not among them.
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _prompt(sample: Sample) -> Any:
-    request = sample.request
-    return _import_vllm().tokens_input([*request.prompt_ids, *request.prefix_ids])
-
-
-def _sampling_params(sample: Sample) -> Any:
-    """vLLM's parameters of one sample. Stop strings are looked for by `Sample`, the same way for every engine."""
-    request, sampling = sample.request, sample.request.sampling
-    vllm = _import_vllm()
-    key = f"{request.keys[sample.sample_index]}/{len(request.prefix_ids)}"
-    return vllm.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        max_tokens=sample.limit,
-        seed=stream_key(sampling.seed, key),
-        stop_token_ids=sorted(sample.eos_token_ids | set(sampling.stop_token_ids)),
-        logprobs=0,
-        detokenize=False,
-        output_kind=vllm.RequestOutputKind.DELTA,
-    )
-
-
-def _check_keys(given: Mapping[str, Any]) -> None:
-    known = {
-        field.name
-        for field in dataclasses.fields(_import_vllm().EngineArgs)
-        if not field.name.startswith("_")
-    }
-    for key in given:
-        if key not in known:
-            guess = did_you_mean(key, known)
-            raise ConfigError(
-                f"strategy_config.{key}: vLLM has no such engine argument; {guess or 'remove it'}"
-            )
-
-
-def _check_head_size(config: PreTrainedConfig) -> None:
-    text = config.get_text_config(decoder=True)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    supported = _import_vllm().CPUAttentionBackend.get_supported_head_sizes()
-    if size not in supported:
-        raise ConfigError(
-            f"vLLM on a CPU has no attention for heads of size {size} (hidden_size / num_attention_heads); "
-            f"it has {', '.join(map(str, supported))}. The strategy hf_infer takes any model"
-        )
-
-
-def _generation_config(source: str) -> Any:
-    """The model's own generation config, for its end tokens; None where it has none."""
-    try:
-        return GenerationConfig.from_pretrained(source)
-    except OSError:
-        return None
-
-
 @contextmanager
 def _process_left_alone() -> Iterator[None]:
-    """Undo what starting vLLM does to the process: seeds, thread settings, variables that children would inherit."""
+    """Undo what starting vLLM does to the process: seeds, threads, variables of its children."""
     states, environment, set_num_threads = random_states(), dict(os.environ), torch.set_num_threads
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # vLLM reads the variable and has no argument for it
-    )
+    # vLLM reads the variable and has no argument for it.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         yield
     finally:
         restore_random_states(states)
         torch.set_num_threads = set_num_threads
-        for name in [name for name in os.environ if not name.startswith("VLLM_")]:
-            if name not in environment:
+        for name in {*os.environ, *environment}:
+            if name.startswith("VLLM_"):
+                continue
+            if name in environment:
+                os.environ[name] = environment[name]
+            else:
                 del os.environ[name]
-        os.environ.update(
-            {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
-        )
 
 
 @cache
@@ -442,8 +404,8 @@ def _import_vllm() -> SimpleNamespace:
         from vllm.v1.executor.abstract import Executor
     except ImportError as error:
         raise MissingDependencyError(
-            f"the strategy vllm needs vLLM ({error}): {install_hint('vllm')}, on a GPU machine pip install vllm; "
-            "the nearest strategy without it is hf_infer"
+            f"the strategy vllm needs vLLM ({error}): {install_hint('vllm')}, on a GPU machine "
+            "pip install vllm; the nearest strategy without it is hf_infer"
         ) from error
     # It warns about layers without weights of their own at every reload.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -7,6 +7,7 @@ from pathlib import Path
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.exceptions import ConfigError
+from roll.models.checkpoint import seed_everything
 from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.data import load_data
 from roll.pipeline.rlvr.rewards.check import check_rewards
@@ -16,7 +17,6 @@ from roll.pipeline.rlvr.samples import scored_batch
 from roll.pipeline.rlvr.scoring import Scorer, close_rewards
 from roll.pipeline.rlvr.validation import ValSampling, val_metrics, validate
 from roll.utils.rollout_log import RolloutLog
-from roll.utils.seeding import seed_everything
 
 
 def evaluate(

@@ -1,34 +1,27 @@
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
-from roll.distributed.strategy.deepspeed_config import (
-    RunSettings,
-    complete_config,
-    training_stage,
-    zero_stage,
-)
+from roll.distributed.strategy.deepspeed_config import complete_config, training_stage, zero_stage
 from roll.exceptions import ConfigError
 
-RUN = RunSettings(
-    role="actor_train",
-    dtype="bf16",
-    world_size=4,
-    micro_batch_size=2,
-    gradient_accumulation_steps=8,
-    max_grad_norm=0.5,
-)
 
-
-def test_the_run_fills_what_the_user_left_out() -> None:
-    config = complete_config(
-        {"zero_optimization": {"overlap_comm": True}, "linear_logits": True}, RUN, stage=2
+def role(config, *, dtype="bf16"):
+    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=8)
+    return SimpleNamespace(
+        name="actor_train",
+        strategy_config=config,
+        training_args=args,
+        model_args=SimpleNamespace(dtype=dtype),
+        world_size=4,
     )
-    assert config["zero_optimization"] == {
-        "overlap_comm": True,
-        "stage": 2,
-        "reduce_bucket_size": 50_000_000,
-    }
+
+
+def test_the_run_fills_what_the_user_left_out():
+    user = {"zero_optimization": {"overlap_comm": True}, "linear_logits": True}
+    config = complete_config(role(user), 2, 0.5)
+    zero = {"overlap_comm": True, "stage": 2, "reduce_bucket_size": 50_000_000}
+    assert config["zero_optimization"] == zero
     assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
     assert config["train_micro_batch_size_per_gpu"] == 2
     # One micro-batch per step as far as DeepSpeed is concerned, so that it divides by nothing.
@@ -38,30 +31,24 @@ def test_the_run_fills_what_the_user_left_out() -> None:
     assert "linear_logits" not in config
 
 
-def test_auto_means_left_out_at_any_depth() -> None:
+def test_auto_means_left_out_at_any_depth():
+    zero = {"stage": "auto", "stage3_prefetch_bucket_size": "auto", "offload_param": {"x": "auto"}}
     user = {
-        "zero_optimization": {
-            "stage": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "offload_param": {"x": "auto"},
-        },
+        "zero_optimization": zero,
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
         "scheduler": "auto",
     }
-    config = complete_config(user, RUN, stage=3)
-    assert config["zero_optimization"] == {
-        "stage": 3,
-        "reduce_bucket_size": 50_000_000,
-        "offload_param": {},
-    }
+    config = complete_config(role(user), 3, 0.5)
+    expected = {"stage": 3, "reduce_bucket_size": 50_000_000, "offload_param": {}}
+    assert config["zero_optimization"] == expected
     assert config["gradient_clipping"] == 0.5
     assert config["bf16"] == {"enabled": True}
     assert "scheduler" not in config
-    assert user["zero_optimization"]["stage"] == "auto"
+    assert zero["stage"] == "auto"
 
 
-def test_values_that_agree_with_the_run_are_welcome() -> None:
+def test_values_that_agree_with_the_run_are_welcome():
     user = {
         "train_batch_size": 64,
         "gradient_accumulation_steps": 8,
@@ -69,7 +56,7 @@ def test_values_that_agree_with_the_run_are_welcome() -> None:
         "bf16": {"enabled": True},
         "communication_data_type": "bf16",
     }
-    config = complete_config(user, RUN, stage=1)
+    config = complete_config(role(user), 1, 0.5)
     assert config["communication_data_type"] == "bf16"
     assert config["train_batch_size"] == 8
 
@@ -79,7 +66,7 @@ def test_values_that_agree_with_the_run_are_welcome() -> None:
     [
         (
             {"train_micro_batch_size_per_gpu": 1},
-            r"train_micro_batch_size_per_gpu: found 1, but the run says 2.*per_device_train_batch_size",
+            r"train_micro_batch_size_per_gpu: found 1, but the run says 2.*per_device_train",
         ),
         (
             {"gradient_accumulation_steps": 1},
@@ -107,27 +94,25 @@ def test_values_that_agree_with_the_run_are_welcome() -> None:
         ),
     ],
 )
-def test_a_key_that_contradicts_the_run_is_named(user: dict[str, Any], message: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^actor_train\.strategy_args\.strategy_config\." + message
-    ):
-        complete_config(user, RUN, stage=2)
+def test_a_key_that_contradicts_the_run_is_named(user, message):
+    where = r"^actor_train\.strategy_args\.strategy_config\."
+    with pytest.raises(ConfigError, match=where + message):
+        complete_config(role(user), 2, 0.5)
 
 
 @pytest.mark.parametrize(
     ("zero", "stage"), [({}, 2), ({"stage": "auto"}, 2), ({"stage": 0}, 0), ({"stage": 3}, 3)]
 )
-def test_the_stage(zero: dict[str, Any], stage: int) -> None:
-    assert zero_stage({"zero_optimization": zero}, "actor_train", default=2) == stage
-    assert zero_stage({}, "actor_train", default=2) == 2
+def test_the_stage(zero, stage):
+    assert zero_stage(role({"zero_optimization": zero}), default=2) == stage
+    assert zero_stage(role({}), default=2) == 2
 
 
 @pytest.mark.parametrize("stage", [4, -1, "2", True])
-def test_a_stage_that_does_not_exist(stage: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"actor_train.*zero_optimization\.stage: found .*, expected 0, 1, 2 or 3"
-    ):
-        zero_stage({"zero_optimization": {"stage": stage}}, "actor_train", default=2)
+def test_a_stage_that_does_not_exist(stage):
+    message = r"actor_train.*zero_optimization\.stage: found .*, expected 0, 1, 2 or 3"
+    with pytest.raises(ConfigError, match=message):
+        zero_stage(role({"zero_optimization": {"stage": stage}}), default=2)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +128,8 @@ def test_a_stage_that_does_not_exist(stage: Any) -> None:
         (3, "bf16", None, 3),
     ],
 )
-def test_the_stage_of_training(
-    stage: int, dtype: str, accumulate: str | None, runs_at: int
-) -> None:
-    config = {} if accumulate is None else {"data_types": {"grad_accum_dtype": accumulate}}
-    assert training_stage(config, stage, dtype) == runs_at
+def test_the_stage_of_training(stage, dtype, accumulate, runs_at):
+    config = {"zero_optimization": {"stage": stage}}
+    if accumulate is not None:
+        config["data_types"] = {"grad_accum_dtype": accumulate}
+    assert training_stage(role(config, dtype=dtype), default=2) == runs_at

@@ -86,7 +86,7 @@ def test_no_parts_in_a_precision_whose_loss_is_scaled(tmp_path, dtype, num_parts
         torch.zeros(*batch["input_ids"].shape, 8, dtype=dtype),
         torch.zeros(VOCAB_SIZE, 8, dtype=dtype),
     )
-    assert len(worker.strategy._parts(batch, output)) == num_parts
+    assert len(worker.strategy.parts_of(batch, output)) == num_parts
 
 
 def test_prefixes_are_shared_unless_told_otherwise(tmp_path):

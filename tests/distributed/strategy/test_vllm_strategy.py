@@ -12,11 +12,10 @@ from training_setup import PROBES, make_batch, make_config
 
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.model_update_group import ModelUpdateGroup
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.distributed.strategy.vllm_strategy import VllmStrategy, held_checksums
-from roll.distributed.strategy.weight_sync import checksum
+from roll.distributed.weight_sync import ModelUpdateGroup, checksum
 from roll.engines.request import GenerationRequest, SamplingParams
 from roll.exceptions import ConfigError, MissingDependencyError, WorkerError
 from roll.pipeline.base_worker import InferWorker

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.distributed.strategy.train_strategy import TrainStrategy
 from roll.exceptions import ConfigError, DataError
+from roll.models.checkpoint import complete_checkpoints
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.dpo.dpo_pipeline import ACCURACY, LOSS, DPOPipeline, ValidationHistory
-from roll.utils.checkpoint_manager import complete_checkpoints
 from roll.utils.run_folder import RunFolder
 from roll.utils.tracking import read_metrics
 

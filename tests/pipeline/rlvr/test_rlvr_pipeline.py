@@ -13,9 +13,9 @@ from process_checks import eventually
 from rlvr_setup import make_config, make_inputs, make_values, metrics_of, read_rollouts, write_rows
 
 from roll.exceptions import ConfigError, DataError
+from roll.models.checkpoint import get_latest_ckpt
 from roll.pipeline.on_policy import OffPolicyError
 from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
-from roll.utils.checkpoint_manager import get_latest_ckpt
 
 
 @pytest.fixture(scope="module")

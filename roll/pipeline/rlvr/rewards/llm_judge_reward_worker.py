@@ -8,9 +8,8 @@ from roll.configs.worker_config import GENERATE_STRATEGIES
 from roll.datasets.chat_template import get_chat_template
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
-from roll.distributed.strategy.factory import create_strategy
-from roll.engines.engine import generate_with_retry
-from roll.engines.request import GenerationRequest, SamplingParams
+from roll.distributed.strategy.strategy import create_strategy
+from roll.engines.request import GenerationRequest, SamplingParams, generate_with_retry
 from roll.exceptions import ConfigError
 from roll.models.model_providers import default_actor_model_provider, default_tokenizer_provider
 from roll.pipeline.rlvr.rewards.judge_answers import PROMPTS, question_for, read_verdict

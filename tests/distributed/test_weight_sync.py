@@ -6,15 +6,13 @@ from tiny_models import make_model_folder
 from training_setup import PROBES, make_batch, make_config
 
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.model_update_group import ModelUpdateGroup
 from roll.distributed.scheduler.resource_manager import ResourceManager
-from roll.distributed.strategy.weight_sync import TensorSpec, checksum, compare_checksums, plan_sync
+from roll.distributed.weight_sync import ModelUpdateGroup, TensorSpec, checksum, plan_sync
 
 
 def clusters(folder, *, backend, workers=1, **options):
-    config = make_config(
-        "dpo", folder, workers=workers, training_args={"learning_rate": 1e-2}, **options
-    )
+    training = {"learning_rate": 1e-2}
+    config = make_config("dpo", folder, workers=workers, training_args=training, **options)
     resources = ResourceManager(0, 1, backend=backend)
     pair = [
         Cluster(role, PROBES["dpo"], resources, getattr(config, role))
@@ -46,8 +44,23 @@ def check_updates(train, infer, *, shared):
 def test_roles_of_one_process_share_their_weights(tmp_path):
     train, infer = clusters(make_model_folder(tmp_path), backend="local")
     check_updates(train, infer, shared=True)
-    pointers = [next(c.workers[0].strategy.model.parameters()).data_ptr() for c in (train, infer)]
-    assert pointers[0] == pointers[1]
+    strategies = [cluster.workers[0].strategy for cluster in (train, infer)]
+    assert strategies[0].model is strategies[1].model
+    assert strategies[1].policy_version == 1
+    assert ModelUpdateGroup(train, infer, frequency=2).model_update(1) == {}
+
+
+def test_roles_of_one_process_that_cannot_share_copy_and_compare(tmp_path, monkeypatch):
+    train, infer = clusters(make_model_folder(tmp_path), backend="local")
+    target = infer.workers[0].strategy
+    monkeypatch.setattr(target, "share_model", lambda source: False)
+    check_updates(train, infer, shared=False)
+    # A target that does not take what is sent stops the run.
+    updates = ModelUpdateGroup(train, infer)
+    monkeypatch.setattr(target, "update_weights", lambda weights: None)
+    train.train_step(make_batch("dpo", seed=5))
+    with pytest.raises(RuntimeError, match=r"rank 0 .* differing tensors: .*embed_tokens.*stale"):
+        updates.model_update(0)
 
 
 @pytest.mark.ray
@@ -65,7 +78,7 @@ def test_weights_are_broadcast_in_buckets_between_processes(tmp_path, strategy, 
     )
     with train, infer:
         if options:
-            # A reference without adapter: what arrives are the merged weights, which round differently.
+            # A reference without adapter gets the merged weights, which round differently.
             updates = ModelUpdateGroup(train, infer, bucket_megabytes=1)
             train.train_step(make_batch("dpo"))
             updates.model_update(0)
@@ -74,36 +87,22 @@ def test_weights_are_broadcast_in_buckets_between_processes(tmp_path, strategy, 
             check_updates(train, infer, shared=False)
 
 
-def test_a_bucket_holds_one_dtype_and_at_most_its_size():
+def test_buckets_and_the_sample_of_tensors():
     half, full = torch.bfloat16, torch.float32
     specs = [TensorSpec("a", (4,), full), TensorSpec("b", (4,), full), TensorSpec("c", (4,), half)]
-    specs.append(TensorSpec("large", (100,), half))
-    plan = plan_sync(specs, 32)
-    assert [[spec.name for spec in bucket] for bucket in plan.buckets] == [
-        ["a", "b"],
-        ["c"],
-        ["large"],
-    ]
+    plan = plan_sync([*specs, TensorSpec("large", (100,), half)], 32)
+    names = [[spec.name for spec in bucket] for bucket in plan.buckets]
+    assert names == [["a", "b"], ["c"], ["large"]]
     assert plan.sampled_names == {"a", "b", "c", "large"}
+    plan = plan_sync([TensorSpec(str(i), (1,), full) for i in range(100)], 1000)
+    assert len(plan.sampled_names) == 8 and {"0", "99"} <= plan.sampled_names
 
 
-def test_the_sample_is_spread_over_the_model():
-    plan = plan_sync([TensorSpec(str(i), (1,), torch.float32) for i in range(100)], 1000)
-    assert len(plan.sampled_names) == 8
-    assert {"0", "99"} <= plan.sampled_names
-
-
-def test_checksums_see_every_byte_and_the_order():
-    tensor = torch.arange(10.0)
+@pytest.mark.parametrize("length", [10, 2**19])
+def test_checksums_see_every_byte_and_the_order(length):
+    tensor = torch.arange(float(length))
     assert checksum(tensor) == checksum(tensor.clone())
     changed = tensor.clone()
     changed[7] = torch.nextafter(changed[7], torch.tensor(100.0))
-    assert checksum(changed) != checksum(tensor)
-    assert checksum(tensor.flip(0)) != checksum(tensor)
-    assert checksum(tensor.bfloat16()) != checksum(tensor)
-
-
-def test_a_rank_with_other_weights_stops_the_run():
-    compare_checksums({"a": 1, "b": 2}, [{"a": 1, "b": 2}])
-    with pytest.raises(RuntimeError, match=r"rank 1 .* differing tensors: b\..*stale"):
-        compare_checksums({"a": 1, "b": 2}, [{"a": 1, "b": 2}, {"a": 1, "b": 3}])
+    for other in (changed, tensor.flip(0), tensor.bfloat16()):
+        assert checksum(other) != checksum(tensor)
