@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from roll.configs.data_args import DataArguments
+from roll.configs.problems import did_you_mean
 from roll.datasets.encoding import encode_answers, encode_prompts
 from roll.datasets.preference import encode_preferences
 from roll.datasets.sampler import EpochSampler, PromptSampler
@@ -47,6 +48,14 @@ def load_data(config: Any, role_name: str, tokenizer: Any) -> Any:
     max_length = getattr(config, MAX_LENGTHS[config.pipeline][role_name])
     dataset = encode_table(config, data_args, table, tokenizer, max_length)
     logger.info("%s: %s", table.name, dataset.summary)
+    if config.pipeline == "rlvr" and config.tag_to_template:
+        column = data_args.tag if data_args.tag in table.columns else None
+        tags = {str(row.get(column)) for row in table if column is not None}
+        for tag in [tag for tag in config.tag_to_template if tag not in tags]:
+            near = did_you_mean(tag, tags) or f"its tags are {', '.join(sorted(tags)) or 'none'}"
+            logger.warning(
+                "without effect: tag_to_template.%s; %s has no such row; %s", tag, table.name, near
+            )
     return dataset
 
 

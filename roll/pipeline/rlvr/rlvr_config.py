@@ -313,6 +313,19 @@ class RLVRConfig(PPOConfig):
                 problems.append(wrong("rollout_batch_size", self.rollout_batch_size, expected))
         return problems + self._reward_problems()
 
+    def cautions(self) -> list[str]:
+        found = super().cautions()
+        known = self.tag_2_domain
+        # A domain without tag_included takes rows of any tag: then only the data can tell.
+        if self.rewards and all(reward.tag_included for reward in self.rewards.values()):
+            for tag in [tag for tag in self.tag_to_template if tag not in known]:
+                near = did_you_mean(tag, known) or f"they have {', '.join(known)}"
+                found.append(
+                    f"without effect, unless rows name their domain in a column: "
+                    f"tag_to_template.{tag}; no rewards.DOMAIN.tag_included has this tag; {near}"
+                )
+        return found
+
     def _reward_problems(self) -> list[Problem]:
         problems = []
         seen: dict[str, str] = {}

@@ -4,6 +4,8 @@ import pytest
 
 from roll.configs.worker_config import WorkerConfig
 from roll.exceptions import ConfigError
+from roll.models.tiny import character_tokenizer
+from roll.pipeline.data import load_data
 from roll.pipeline.rlvr.rlvr_config import (
     DatasetFilterConfig,
     RewardConfig,
@@ -255,3 +257,27 @@ def test_a_shared_ratio_that_meets_advantages_of_tokens_is_named(scope, values, 
         )
     for other in ("token", f"{scope}_token"):
         assert rlvr(importance_sampling=other, **values).cautions() == []
+
+
+def test_a_template_for_a_tag_that_nothing_has_is_named(tmp_path, caplog):
+    def cautions(**rewards):
+        return rlvr(tag_to_template={"math": "base", "mth": "base"}, rewards=rewards).cautions()
+
+    listed = {"reward_fn": "my.py:score", "tag_included": ["math"]}
+    (sentence,) = cautions(a=listed)
+    assert sentence.startswith("without effect, unless rows name their domain in a column: ")
+    assert "tag_to_template.mth; no rewards.DOMAIN.tag_included has this tag; did you" in sentence
+    # A domain that takes any tag: the data decides.
+    assert cautions(a=listed, b={"reward_fn": "my.py:score"}) == []
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "tag": "math"}\n')
+    config = rlvr(
+        tag_to_template={"math": "base", "mth": "base"},
+        rewards={"a": {"reward_fn": "my.py:score"}},
+        actor_train={"data_args": {"file_name": str(tmp_path / "data.jsonl")}},
+        global_template="base",
+    )
+    with caplog.at_level("WARNING", "roll"):
+        load_data(config, "actor_train", character_tokenizer())
+    (warning,) = caplog.messages
+    assert warning.startswith("without effect: tag_to_template.mth; ")
+    assert warning.endswith('data.jsonl has no such row; did you mean "math"?')

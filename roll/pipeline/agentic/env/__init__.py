@@ -145,10 +145,16 @@ def parse_action(text: str, pattern: str, known: Iterable[str]) -> ParsedAction:
     return ParsedAction(names.get(content.lower()), content, think)
 
 
-def find_groups(pattern: str, text: str) -> list[str] | None:
-    """What the groups of a pattern found in a text (all of the match if it has none), or None."""
-    match = re.search(pattern, text, re.DOTALL)
-    return None if match is None else [group or "" for group in match.groups() or (match[0],)]
+def find_groups(pattern: str, text: str, *, last: bool = False) -> list[str] | None:
+    """What the groups of a pattern found in a text (all of the match if it has none), or None.
+
+    It is the first match that counts, or the `last` one.
+    """
+    matches = list(re.finditer(pattern, text, re.DOTALL))
+    if not matches:
+        return None
+    match = matches[-1 if last else 0]
+    return [group or "" for group in match.groups() or (match[0],)]
 
 
 def answer_with(pattern: str, action: str) -> str:

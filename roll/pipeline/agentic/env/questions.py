@@ -13,7 +13,6 @@ import ast
 import functools
 import operator
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -235,16 +234,20 @@ class ToolTaskEnv(QuestionEnv):
 
     def step(self, action: str) -> Step:
         self._steps += 1
-        answer, call = (
-            _last(pattern, action) for pattern in (self.answer_pattern, self.tool_pattern)
-        )
+        # The last match counts: a model may change its mind.
+        answer = find_groups(self.answer_pattern, action, last=True)
+        call = find_groups(self.tool_pattern, action, last=True)
         reward, success, observation = self.format_penalty, False, "invalid"
         if answer is not None:
-            success = _same(answer, self._problem.answer)
+            given, truth = answer[-1].strip(), self._problem.answer.strip()
+            try:
+                success = Fraction(given.replace(",", "")) == Fraction(truth.replace(",", ""))
+            except (ValueError, ZeroDivisionError):  # not both are numbers
+                success = given.lower() == truth.lower()
             reward, observation = float(success), "correct" if success else "wrong"
         elif call is not None:
             self._calls += 1
-            worked, observation = self._use_tool(call)
+            worked, observation = self._use_tool(call[-1].strip())
             reward = self.call_reward if worked else 0.0
         terminated = answer is not None
         truncated = not terminated and self._steps >= self.max_steps
@@ -277,23 +280,6 @@ class ToolTaskEnv(QuestionEnv):
             last_line = result.stderr.strip().rpartition("\n")[2]
             text = result.stdout.strip() if worked else f"error: {last_line or result.reason}"
         return worked, text if len(text) <= self.max_output else text[: self.max_output] + "..."
-
-
-def _last(pattern: str, text: str) -> str | None:
-    """What the last group of the last match of `pattern` holds."""
-    matches = list(re.finditer(pattern, text, re.DOTALL))
-    if not matches:
-        return None
-    groups = matches[-1].groups() or (matches[-1].group(0),)
-    return (groups[-1] or "").strip()
-
-
-def _same(answer: str, truth: str) -> bool:
-    """Equal as numbers where both are numbers, as texts otherwise."""
-    try:
-        return Fraction(answer.replace(",", "")) == Fraction(truth.replace(",", ""))
-    except (ValueError, ZeroDivisionError):
-        return answer.strip().lower() == truth.strip().lower()
 
 
 def calculate(expression: str) -> str:
