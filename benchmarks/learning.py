@@ -95,24 +95,21 @@ def load(path: Path) -> Any:
 
 def shuffle_rewards(seed: int) -> None:
     """From now on every sample gets the reward of another one, drawn over all samples of a step."""
-    from dataclasses import replace
+    from roll.rollout.prompts import PromptSource
 
-    from roll.pipeline.rlvr.scoring import Scorer
+    score, draw = PromptSource.score, random.Random(seed)
 
-    scored, draw = Scorer.__call__, random.Random(seed)
-
-    def dealt(self: Scorer, samples: Any) -> list[Any]:
-        verdicts = scored(self, samples)
-        if any(sample.group.startswith("val") for sample in samples):
-            return verdicts
-        worth = [(verdict.score, verdict.reward, verdict.parts) for verdict in verdicts]
+    def dealt(self: PromptSource, trajectories: Any) -> list[str | None]:
+        reasons = score(self, trajectories)
+        if any(item.traj_group_id.startswith("val") for item in trajectories):
+            return reasons
+        worth = [(item.turns[0].reward, item.reward, item.reward_parts) for item in trajectories]
         draw.shuffle(worth)
-        return [
-            replace(verdict, score=score, reward=reward, parts=parts)
-            for verdict, (score, reward, parts) in zip(verdicts, worth, strict=True)
-        ]
+        for item, (points, reward, parts) in zip(trajectories, worth, strict=True):
+            item.turns[0].reward, item.reward, item.reward_parts = points, reward, parts
+        return reasons
 
-    Scorer.__call__ = dealt  # pyrefly: ignore[bad-assignment]
+    PromptSource.score = dealt  # pyrefly: ignore[bad-assignment]
 
 
 def train(config: Path, overrides: list[str]) -> list[dict[str, Any]]:

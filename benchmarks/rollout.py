@@ -17,8 +17,8 @@ from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.engines.request import GenerationOutput
 from roll.models.tiny import character_tokenizer
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.agentic.env_source import EnvSource
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest
-from roll.pipeline.agentic.rollout_scheduler import RolloutScheduler
 from roll.rollout.collate import collate
 
 
@@ -52,18 +52,16 @@ def measure(num_envs: int, turns: int, env_type: str) -> tuple[float, dict[str, 
         "train_env", role.worker_cls, ResourceManager(0, 1, backend="local"), role
     ) as cluster:
         proxy = InstantProxy(actor_infer=None, tokenizer=tokenizer, options={})
-        scheduler = RolloutScheduler(
+        source = EnvSource(
             config, role, "train", env_cluster=cluster, proxy=proxy, tokenizer=tokenizer
         )
-        scheduler.rollout(
-            0, num_envs
-        )  # the process starts, modules are imported, templates compiled
+        source.rollout(0, num_envs)  # the process starts, modules are imported, templates compiled
         started = time.perf_counter()
-        rollout = scheduler.rollout(1, num_envs)
+        rollout = source.rollout(1, num_envs)
         played = time.perf_counter() - started
         batch = collate(rollout.trajectories, 0)
         total = time.perf_counter() - started
-        scheduler.close()
+        source.close()
     num_turns = sum(len(item.turns) for item in rollout.trajectories)
     parts = {"rows": total - played, "environments": rollout.metrics["time/train/environments"]}
     parts["prompts and answers"] = rollout.metrics["time/train/prompts"]

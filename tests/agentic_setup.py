@@ -1,4 +1,4 @@
-"""Configs, stub proxies and schedulers for the tests of rollouts: no model, or a tiny one."""
+"""Configs, stub proxies and sources for the tests of rollouts: no model, or a tiny one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.engines.request import GenerationOutput
 from roll.models.tiny import character_tokenizer, make_tiny_model
 from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.agentic.env_source import EnvSource
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest
-from roll.pipeline.agentic.rollout_scheduler import RolloutScheduler
 
 STEP = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
 
@@ -72,20 +72,20 @@ def env_config(envs: dict[str, Any], **options: Any) -> AgenticConfig:
 
 
 @contextmanager
-def scheduler_of(config: AgenticConfig, proxy: Any = None, mode: Any = "train", **options: Any):
+def source_of(config: AgenticConfig, proxy: Any = None, mode: Any = "train", **options: Any):
     tokenizer = character_tokenizer()
     manager = config.train_env_manager
     with Cluster(
         "train_env", manager.worker_cls, ResourceManager(backend="local"), manager
     ) as cluster:
         proxy = proxy or EchoProxy(tokenizer)
-        scheduler = RolloutScheduler(
+        source = EnvSource(
             config, manager, mode, env_cluster=cluster, proxy=proxy, tokenizer=tokenizer, **options
         )
         try:
-            yield scheduler
+            yield source
         finally:
-            scheduler.close()
+            source.close()
 
 
 def tiny_pipeline_config(folder: Path, envs: dict[str, Any], **options: Any) -> AgenticConfig:

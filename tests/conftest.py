@@ -27,8 +27,7 @@ PORTABLE = (
     "models/test_checkpoint.py",
     "pipeline/test_infer_worker.py",
     "pipeline/test_model_workers.py",
-    "pipeline/test_off_policy_ratio.py",
-    "pipeline/test_on_policy.py",
+    "pipeline/test_policy_pipeline.py",
     "test_vectors.py",
     "utils/test_functionals.py",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ PIPELINE_CLASSES: Mapping[str, str] = {
     "sft": "roll.pipeline.sft.sft_pipeline.SFTPipeline",
 }
 
-EVALUATIONS: Mapping[str, str] = {"rlvr": "roll.pipeline.rlvr.evaluation.evaluate"}
+EVALUATED = ("rlvr",)  # pipelines that `roll eval` knows
 
 
 def load_config(
@@ -82,12 +81,11 @@ def pipeline_class(config: BaseConfig) -> type[BasePipeline]:
 def evaluation(config: BaseConfig) -> Callable[..., dict[str, float]]:
     """The function that validates a checkpoint on its own: (config, checkpoint, *, samples_to) -> metrics."""
     name = str(getattr(config, "pipeline"))  # noqa: B009, as above
-    if name not in EVALUATIONS:
+    if name not in EVALUATED:
         raise ConfigError(
-            f"roll eval knows {', '.join(EVALUATIONS)} configs, and this is one for {name}"
+            f"roll eval knows {', '.join(EVALUATED)} configs, and this is one for {name}"
         )
-    module, _, function = EVALUATIONS[name].rpartition(".")
-    return getattr(import_module(module), function)
+    return getattr(pipeline_class(config), "evaluate")  # noqa: B009, those of EVALUATED have it
 
 
 def detect_pipeline(values: Mapping[str, Any]) -> str:

@@ -46,9 +46,9 @@ def collate(
 
     (B, S): `input_ids`, `attention_mask`, `position_ids`, `response_mask`, `prompt_mask` (tokens
     before the first sampled one) and `scores`; (B, S-1): `infer_logprobs`, if every row has them.
-    Responses to prompts have one score a row, so `scores` is (B,) there, with
-    `response_level_rewards` (B,), `prompts` (left padded), `responses`, `policy_versions` (B, S-1,
-    -1 where nothing was sampled) and every column of their data file.
+    Responses to prompts also have `prompts` (left padded), `responses`, `policy_versions` (B, S-1,
+    -1 where nothing was sampled), every column of their data file and, once they are scored,
+    `response_level_rewards` and `scores`, one number a row: (B,).
     """
     rows = [row for item in trajectories for row in _rows_of(item, per_turn)]
     if not rows:
@@ -76,7 +76,10 @@ def collate(
     names = dict.fromkeys(name for row in rows for name in row.columns)
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     if trajectories[0].prompt is not None:
+        del tensors["scores"]
         tensors |= _prompt_tensors(trajectories, pad_token_id, width)
+        if all(item.reward is not None for item in trajectories):
+            columns["reward_parts"] = [item.reward_parts for item in trajectories]
     else:
         columns["sample_uuid"] = [f"{row.columns['traj_id']}_{i}" for i, row in enumerate(rows)]
     return DataProto.from_dict(tensors, non_tensors=columns)
@@ -166,7 +169,6 @@ def _prompt_columns(trajectory: Trajectory) -> dict[str, Any]:
         "sample_uuid": trajectory.traj_id,
         "finish_reason": turn.finish_reason,
         "policy_version": turn.policy_version,
-        "reward_parts": trajectory.reward_parts,
     }
 
 
@@ -181,13 +183,14 @@ def _prompt_tensors(
     versions = [
         turn.token_versions or [turn.policy_version] * len(turn.response_ids) for turn in turns
     ]
-    rewards = [item.score if item.reward is None else item.reward for item in trajectories]
     tables = {
         "prompts": placed(prompts, longest - lengths, longest, pad_token_id, np.int64),
         "responses": placed(responses, 0, max(longest_response, 1), pad_token_id, np.int64),
         # Column t speaks of token t+1, so the first response token stands one column before it.
         "policy_versions": placed(versions, lengths - 1, width - 1, -1, np.int64),
-        "scores": np.array([item.score for item in trajectories], dtype=np.float32),
-        "response_level_rewards": np.array(rewards, dtype=np.float32),
     }
+    rewards = [item.reward for item in trajectories]
+    if None not in rewards:  # else it is a batch that goes to the reward workers
+        tables["scores"] = np.array([item.score for item in trajectories], dtype=np.float32)
+        tables["response_level_rewards"] = np.array(rewards, dtype=np.float32)
     return {name: torch.from_numpy(table) for name, table in tables.items()}

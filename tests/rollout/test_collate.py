@@ -8,11 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.datasets.encoding import Prompt
+from roll.exceptions import DataError
 from roll.pipeline.agentic.utils import (
     build_state_group,
     compute_discounted_returns,
     compute_response_level_rewards,
 )
+from roll.pipeline.data import check_columns
 from roll.rollout.collate import collate
 from roll.rollout.types import Trajectory, Turn, state_hash
 from roll.utils.functionals import expand_to_token_level
@@ -169,3 +172,65 @@ def test_rows_say_what_the_turns_said(parts):
         for row, on in zip(steps["input_ids"], steps["response_mask"], strict=True)
     ] == [response for _, response, _ in parts]
     assert np.allclose(steps["scores"].sum(1), [reward for *_, reward in parts])
+
+
+# -- responses to prompts --------------------------------------------------------------------------
+
+
+def response(prompt_ids, ids, *, number=0, versions=None, log_probs=None, reward=None, **row):
+    prompt = Prompt(0, tuple(prompt_ids), "text", "question", row.get("ground_truth"), "tag", "math", row)  # fmt: skip
+    versions = versions or [4] * len(ids)
+    made = Turn(
+        prompt.ids,
+        ids,
+        log_probs or [-1.0] * len(ids),
+        policy_version=min(versions),
+        token_versions=versions,
+        reward=reward or 0.0,
+    )
+    return Trajectory(
+        f"g/{number}", "g", "tag", number, 0, [made], prompt=prompt,
+        reward=None if reward is None else reward / 2,
+        reward_parts={} if reward is None else {"part": reward},
+    )  # fmt: skip
+
+
+def test_rows_are_right_padded_and_columns_speak_of_the_next_token():
+    batch = collate(
+        [
+            response([7, 8], [5, 2], log_probs=[-0.5, -0.25]),
+            response([9], [6, 6, 6, 2], versions=[3, 3, 4, 4]),
+        ],
+        0,
+    )
+    assert batch["input_ids"].tolist() == [[7, 8, 5, 2, 0], [9, 6, 6, 6, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert batch["response_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 1, 1, 1, 1]]
+    assert batch["prompt_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert batch["infer_logprobs"].tolist() == [[0, -0.5, -0.25, 0], [-1, -1, -1, -1]]
+    assert batch["policy_versions"].tolist() == [[-1, 4, 4, -1], [3, 3, 4, 4]]
+    assert batch["policy_version"].tolist() == [4, 3], "the oldest token counts"
+    assert batch["prompts"].tolist() == [[7, 8], [0, 9]]
+    assert batch["responses"].tolist() == [[5, 2, 0, 0], [6, 6, 6, 2]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 3], [0, 1, 2, 3, 4]]
+    assert "scores" not in batch, "reward workers get no scores"
+
+
+def test_columns_of_the_data_file_and_scores_come_along():
+    one = response([1], [2], reward=1.0, ground_truth="x", cases=[1, 2])
+    batch = collate([one, response([1], [2], number=1, reward=0.5)], 0)
+    assert batch["ground_truth"].tolist() == ["x", None]
+    assert batch["cases"].tolist() == [[1, 2], None] and isinstance(batch["cases"], np.ndarray)
+    assert batch["sample_uuid"].tolist() == ["g/0", "g/1"]
+    assert batch["group_id"].tolist() == batch["prompt_id"].tolist() == ["g", "g"]
+    assert batch["prompt"].tolist() == ["question"] * 2 and batch["domain"].tolist() == ["math"] * 2
+    assert batch["scores"].tolist() == [1.0, 0.5]
+    assert batch["response_level_rewards"].tolist() == [0.5, 0.25]
+    assert batch["reward_parts"].tolist() == [{"part": 1.0}, {"part": 0.5}]
+
+
+def test_a_file_must_not_use_names_of_the_pipeline():
+    check_columns(["prompt", "ground_truth", "domain", "tag", "difficulty"], "x.jsonl")
+    message = r"x.jsonl: the columns advantages, input_ids have names that the pipeline uses"
+    with pytest.raises(DataError, match=message):
+        check_columns(["input_ids", "prompt", "advantages"], "x.jsonl")

@@ -1,26 +1,20 @@
-"""Learning from episodes: play, estimate, improve."""
+"""Learning from episodes: play, estimate, improve. The step itself is `PolicyPipeline.run`."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import ClassVar, Literal
+
+import torch
 
 from roll.algorithms.masking import masked_mean
 from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import DataError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
-from roll.pipeline.agentic.async_rollouts import AsyncRollouts
-from roll.pipeline.agentic.batch_adjust import adjust_batch, optimizer_steps
-from roll.pipeline.agentic.data_metrics import (
-    compute_rollout_traj_metrics,
-    compute_train_data_metrics,
-    get_episode_scores,
-    validation_metrics,
-    validation_summary,
-)
-from roll.pipeline.agentic.group_filter import GroupFilter, make_filter
+from roll.pipeline.agentic.env_source import EnvSource, GroupFilter
 from roll.pipeline.agentic.llm_proxy import create_llm_proxy
-from roll.pipeline.agentic.rollout_scheduler import Rollout, RolloutScheduler
 from roll.pipeline.agentic.utils import (
     agentic_compute_advantage,
     compute_discounted_returns,
@@ -28,11 +22,18 @@ from roll.pipeline.agentic.utils import (
     get_agentic_response_level_mask,
 )
 from roll.pipeline.mini_batches import NUM_STEPS
-from roll.pipeline.policy_pipeline import MAX_EMPTY_STEPS, PolicyPipeline
-from roll.pipeline.staleness import STALE
+from roll.pipeline.policy_pipeline import PolicyPipeline
+from roll.rollout.buffer import STALE
 from roll.rollout.collate import collate
+from roll.rollout.metrics import (
+    compute_rollout_traj_metrics,
+    compute_train_data_metrics,
+    get_episode_scores,
+    validation_metrics,
+    validation_summary,
+)
+from roll.rollout.types import Rollout
 from roll.utils.functionals import compute_token_reward
-from roll.utils.rollout_log import DroppedSample
 
 __all__ = [
     "AgenticPipeline",
@@ -51,119 +52,88 @@ class AgenticPipeline(PolicyPipeline):
         "success": "env/success",
         "validation": "val/success",
     }
+    timers: ClassVar[Mapping[str, str]] = {
+        "rollout": "time/step_rollout",
+        "reference": "time/step_ref_log_probs_values_reward",
+        "old_log_probs": "time/step_old_log_probs_values",
+        "log": "time/step_log",
+    }
+    loss_masks = ("response_mask",)
+    not_trained_on = (
+        "prompt_mask",
+        "scores",
+        "origin_response_mask",
+        "final_response_mask",
+        "entropy",
+    )
 
     def __init__(self, pipeline_config: AgenticConfig, *, progress: bool | None = None) -> None:
-        # What can be wrong with the input is found before a model is loaded and before the run has a folder.
+        # What can be wrong with the input is found before a model is loaded and before the run has
+        # a folder.
         config = pipeline_config
         self.tokenizer = self.load_tokenizer(config)
-        self.schedulers: list[RolloutScheduler] = []
         super().__init__(config, progress=progress)
         self.initialize(*self.clusters)
         roles = config.active_roles()
-        self.train_rollouts = self._make_scheduler("train") if "train_env" in roles else None
-        self.val_rollouts = self._make_scheduler("val") if "val_env" in roles else None
-        self.async_rollouts: AsyncRollouts | None = None
-        if self.train_rollouts is not None and config.async_pipeline:
-            self.async_rollouts = self.background = AsyncRollouts(
-                self.train_rollouts,
-                num_trajectories=config.rollout_batch_size,
-                ratio=config.async_generation_ratio,
-                max_staleness=config.max_staleness,
-                first_step=self.global_step,
-                last_step=config.max_steps,
-            )
+        self.source = self._make_source("train") if "train_env" in roles else None
+        self.val_source = self._make_source("val") if "val_env" in roles else None
+        self.rows_are_turns = config.rows_are_turns
+        self.can_validate = self.val_source is not None
         self.restore()
 
-    def _make_scheduler(self, mode: Literal["train", "val"]) -> RolloutScheduler:
+    def _make_source(self, mode: Literal["train", "val"]) -> EnvSource:
         config = self.pipeline_config
         manager = config.train_env_manager if mode == "train" else config.val_env_manager
         cluster = self.make_cluster(f"{mode}_env")
         self.initialize(cluster)
-        scheduler = RolloutScheduler(
+        proxy = create_llm_proxy(
+            manager.llm_proxy, actor_infer=self.actor_infer, tokenizer=self.tokenizer
+        )
+        return EnvSource(
             config,
             manager,
             mode,
             env_cluster=cluster,
-            proxy=create_llm_proxy(
-                manager.llm_proxy, actor_infer=self.actor_infer, tokenizer=self.tokenizer
-            ),
+            proxy=proxy,
             tokenizer=self.tokenizer,
-            drop=make_filter(config, manager, mode, self.pad_token_id),
+            first_step=self.global_step,
         )
-        self.schedulers.append(scheduler)
-        return scheduler
-
-    # -- the algorithm -------------------------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        for step in self.steps():
-            metrics = self.metrics
-            with metrics.timer("time/step_total"):
-                with self.generation_paused(step):
-                    self.update_engine(step)
-                    if self.val_rollouts is not None and self.should_eval(step):
-                        metrics.add_metrics(self.validate(step))
-                with metrics.timer("time/step_rollout"):
-                    batch, rollout = self.collect(step)
-                if batch is not None:
-                    with metrics.timer("time/step_ref_log_probs_values_reward"):
-                        batch = self.add_reference(batch)
-                    with metrics.timer("time/step_old_log_probs_values"):
-                        batch = self.add_old_log_probs(self.add_values(batch))
-                    batch = self.add_advantages(batch)
-                    with metrics.timer("time/step_train"):
-                        self.train(step, batch)
-                    metrics.add_metrics(compute_train_data_metrics(batch))
-                with metrics.timer("time/step_log"):
-                    self.log_samples(
-                        step, batch, dropped=self._dropped(rollout) if self.sample_logs else ()
-                    )
-            self.add_speed(step, batch)
-            self.end_step(step, metrics.pop())
-        self.finish(self._result())
 
     def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
-        """The rows of this step, of episodes that are played or replayed; None if every environment failed."""
+        """The rows of this step, of episodes that are played or replayed."""
         config = self.pipeline_config
-        rollout = Rollout()
-        if config.is_replay:
-            batch = self.load_rollout(step)
-            self._check_rows(batch)
-        else:
-            self.use(self.actor_infer)
-            if self.async_rollouts is not None:
-                rollout = self.async_rollouts.take(step)
-            elif self.train_rollouts is not None:
-                rollout = self.train_rollouts.rollout(step, config.rollout_batch_size)
-            self.metrics.add_metrics(rollout.metrics)
-            self._watch_failures(rollout)
-            if not rollout.trajectories:
-                return None, rollout
-            batch = collate(rollout.trajectories, self.pad_token_id, per_turn=config.rows_are_turns)
-            self.dump_rollout(step, batch)
+        batch, rollout = super().collect(step)
+        if batch is None:
+            return None, rollout
+        if ("step" in batch) != config.rows_are_turns:
+            found, expected = ("turns", "episodes")[:: 1 if "step" in batch else -1]
+            raise DataError(
+                f"rollout_mock.dump_dir: found a dump whose rows are {found}, expected {expected}, "
+                f"because of adv_estimator={config.adv_estimator} and env_manager_cls in "
+                "custom_envs; make the dump with these settings, or use those that it was made with"
+            )
         self.metrics.add_metrics(compute_rollout_traj_metrics(batch))
         batch = compute_discounted_returns(batch, config.adv_estimator, config.step_reward_gamma)
         batch, counts = adjust_batch(batch, config, seed=config.seed + step)
         self.metrics.add_metrics(counts)
-        batch.meta_info = {
-            "global_step": step,
-            "loss_mask_keys": ["response_mask"],
-            NUM_STEPS: optimizer_steps(config),
-        }
+        batch.meta_info[NUM_STEPS] = optimizer_steps(config)
         return batch, rollout
 
     def add_reference(self, batch: DataProto) -> DataProto:
         batch = super().add_reference(batch)
-        if "ref_log_probs" in batch:
-            self._add_mean("critic/ref_log_prob/mean", batch, "ref_log_probs")
+        self._add_mean("critic/ref_log_prob/mean", batch, "ref_log_probs")
         return batch
 
     def add_old_log_probs(self, batch: DataProto) -> DataProto:
         batch = super().add_old_log_probs(batch)
-        for name, column in (("old_log_prob", "old_log_probs"), ("entropy", "entropy")):
-            if column in batch:
-                self._add_mean(f"critic/{name}/mean", batch, column)
+        self._add_mean("critic/old_log_prob/mean", batch, "old_log_probs")
+        self._add_mean("critic/entropy/mean", batch, "entropy")
         return batch
+
+    def _add_mean(self, name: str, batch: DataProto, column: str) -> None:
+        if column in batch:
+            mean = masked_mean(batch[column], batch["response_mask"][:, 1:])
+            self.metrics.add_metric(name, float(mean))
 
     def add_advantages(self, batch: DataProto) -> DataProto:
         """Scores -> rewards of rows -> rewards of tokens -> `advantages` and `returns` (B, S-1)."""
@@ -182,109 +152,97 @@ class AgenticPipeline(PolicyPipeline):
         metrics.add_metrics(batch.meta_info.pop("metrics", {}))
         return batch
 
-    def train(self, step: int, batch: DataProto) -> None:
-        """Update critic and, after its warm-up, policy."""
-        if not bool(batch["response_mask"][:, 1:].any()):
-            return
-        assert batch.batch is not None
-        unread = ("prompt_mask", "scores", "origin_response_mask", "final_response_mask", "entropy")
-        rows = batch.select(
-            [key for key in batch.batch.keys() if key not in unread], ["sample_uuid"]
-        )
-        if self.critic is not None:
-            self.train_on(self.critic, rows)
-        if step >= self.pipeline_config.critic_warmup:
-            self.train_policy(rows)
+    def add_batch_metrics(self, step: int, batch: DataProto) -> None:
+        self.metrics.add_metrics(compute_train_data_metrics(batch))
+
+    def add_step_metrics(self, step: int, batch: DataProto | None) -> None:
+        seconds = max(self.metrics.metrics["time/step_total"], 1e-9)
+        tokens = 0 if batch is None else int(batch["attention_mask"].sum())
+        samples = (step + 1) * self.pipeline_config.rollout_batch_size
+        self.metrics.add_metrics({"system/tps": tokens / seconds, "system/samples": samples})
 
     def validate(self, step: int) -> dict[str, float]:
-        """Play the validation's episodes, the same every time; scores, success and the environments' metrics."""
-        assert self.val_rollouts is not None
+        """Play the validation's episodes, the same every time; scores, success and the
+        environments' metrics."""
+        assert self.val_source is not None
         self.use(self.actor_infer)
         with self.metrics.timer("time/step_val"):
-            rollout = self.val_rollouts.rollout(step, self.pipeline_config.val_batch_size)
+            rollout = self.val_source.rollout(step, self.pipeline_config.val_batch_size)
         metrics = {
             f"val/{name}": value
             for name, value in rollout.metrics.items()
             if not name.startswith("time/")
         }
-        if rollout.trajectories:
+        if rollout.groups:
             metrics |= validation_metrics(rollout.trajectories)
             batch = collate(rollout.trajectories, self.pad_token_id, per_turn=None)
             self.log_samples(step, batch, split="val")
         return metrics
 
-    def close_sources(self) -> None:
-        for scheduler in self.schedulers:
-            scheduler.close()
+    def result(self) -> str:
+        if not self.can_validate or self.is_interrupted:
+            return ""
+        return validation_summary(self.final_validation())
 
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
-    def _add_mean(self, name: str, batch: DataProto, column: str) -> None:
-        self.metrics.add_metric(
-            name, float(masked_mean(batch[column], batch["response_mask"][:, 1:]))
-        )
-
-    def _watch_failures(self, rollout: Rollout) -> None:
-        """Add the success of all tags together; stop if nothing at all comes back from the environments."""
+    def watch_failures(self, rollout: Rollout) -> None:
+        """Add the success of all tags together, too."""
         successes = [item.success for item in rollout.trajectories if item.success is not None]
         if successes:
             self.metrics.add_metric("env/success", sum(successes) / len(successes))
-        self.num_empty_steps = 0 if rollout.trajectories else self.num_empty_steps + 1
-        if self.num_empty_steps >= MAX_EMPTY_STEPS:
-            reasons = [
-                f"{tag} {reason} x{count}" for (tag, reason), count in rollout.failures.items()
-            ]
-            dropped = {
-                "dropped by the group filter": rollout.filtered,
-                "dropped as too old": rollout.stale,
-            }
-            reasons += [f"{reason} x{len(items)}" for reason, items in dropped.items() if items]
-            self.stop(
-                f"no episode of {self.num_empty_steps} steps in a row can be used ({', '.join(reasons)})"
-            )
+        super().watch_failures(rollout)
 
-    def _check_rows(self, batch: DataProto) -> None:
-        """A dump has rows of episodes or of turns, and they cannot stand for each other."""
-        config = self.pipeline_config
-        found, expected = (
-            "turns" if is_turns else "episodes"
-            for is_turns in ("step" in batch, config.rows_are_turns)
-        )
-        if found != expected:
-            raise DataError(
-                f"rollout_mock.dump_dir: found a dump whose rows are {found}, expected {expected}, because of "
-                f"adv_estimator={config.adv_estimator} and env_manager_cls in custom_envs; make the dump with these "
-                "settings, or use those that it was made with"
-            )
-
-    def _dropped(self, rollout: Rollout) -> list[DroppedSample]:
-        found = []
-        for item, reason in [(it, "group filter") for it in rollout.filtered] + [
-            (it, STALE) for it in rollout.stale
-        ]:
-            ids = [token for turn in item.turns for token in (*turn.prompt_ids, *turn.response_ids)]
-            found.append(
-                DroppedSample(
-                    prompt=str(self.tokenizer.decode(list(item.turns[0].prompt_ids))),
-                    response=str(self.tokenizer.decode(ids[len(item.turns[0].prompt_ids) :])),
-                    reason=reason,
-                    tag=item.tag,
-                    token_ids=ids,
-                    group=item.traj_group_id,
-                    score=item.score,
-                )
-            )
-        return found
-
-    def add_speed(self, step: int, batch: DataProto | None) -> None:
-        seconds = self.metrics.metrics["time/step_total"]
-        tokens = 0 if batch is None else int(batch["attention_mask"].sum())
-        samples = (step + 1) * self.pipeline_config.rollout_batch_size
-        self.metrics.add_metrics(
-            {"system/tps": tokens / max(seconds, 1e-9), "system/samples": samples}
+    def give_up(self, rollout: Rollout) -> None:
+        """Stop with a checkpoint: environments may work again when the run is resumed."""
+        reasons = [f"{tag} {reason} x{count}" for (tag, reason), count in rollout.failures.items()]
+        for reason, count in Counter(item.reason for item in rollout.dropped).items():
+            text = "dropped as too old" if reason == STALE else f"dropped by the {reason}"
+            reasons.append(f"{text} x{count}")
+        self.stop(
+            f"no episode of {self.num_empty_steps} steps in a row can be used "
+            f"({', '.join(reasons)})"
         )
 
-    def _result(self) -> str:
-        if self.val_rollouts is None or self.is_interrupted:
-            return ""
-        return validation_summary(self.final_validation())
+    def close_sources(self) -> None:
+        super().close_sources()
+        if self.val_source is not None:
+            self.val_source.close()
+
+
+# How rows, whose number is known only after the episodes, fill the optimizer steps: the number of
+# steps is that of the batch plan, where a trajectory counts as one row, so that learning rate
+# schedules end where the run ends. The rows are dealt evenly to these steps: no row is repeated,
+# none is lost, and all have the same weight. (ROLL fills steps up with copies, which then count
+# twice, or deletes rows.)
+
+
+def optimizer_steps(config: AgenticConfig) -> dict[str, int]:
+    """Optimizer steps that each trained role takes on a batch in one epoch."""
+    return {
+        name: plan.optimizer_steps_per_batch // plan.epochs
+        for name, plan in config.batch_plans().items()
+    }
+
+
+def adjust_batch(
+    batch: DataProto, config: AgenticConfig, *, seed: int
+) -> tuple[DataProto, dict[str, float]]:
+    """The rows to train on, as `batch_adjust_mode` says.
+
+    copy, auto       all of them
+    delete           without a few random rows, so that every optimizer step has equally many
+    random_sample    as many random rows as one optimizer step has by the batch plan
+    """
+    keep = len(batch)
+    if config.batch_adjust_mode == "delete":
+        divisor = math.lcm(*optimizer_steps(config).values())
+        if keep >= divisor:
+            keep -= keep % divisor
+    elif config.batch_adjust_mode == "random_sample":
+        plans = config.batch_plans().values()
+        keep = min(keep, math.lcm(*(plan.samples_per_optimizer_step for plan in plans)))
+    removed = len(batch) - keep
+    if removed:
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(len(batch), generator=generator)[:keep].sort().values
+        batch = batch.select_idxs(chosen)
+    return batch, {"system/batch_add_count": 0.0, "system/batch_remove_count": float(removed)}

@@ -1,27 +1,38 @@
-"""Reinforcement learning from verifiable rewards: generate, score, estimate, improve."""
+"""Reinforcement learning from verifiable rewards: generate, score, estimate, improve.
+
+The step itself is `PolicyPipeline.run`; an episode is one response to a prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from roll.algorithms.rewards import RunningMoments
+from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
-from roll.exceptions import DataError
+from roll.distributed.scheduler.resource_manager import ResourceManager
+from roll.exceptions import ConfigError, DataError
+from roll.models.checkpoint import seed_everything
+from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.data import load_data, make_sampler
-from roll.pipeline.policy_pipeline import MAX_EMPTY_STEPS, PolicyPipeline
-from roll.pipeline.rlvr.advantages import add_advantages
-from roll.pipeline.rlvr.async_rollout import AsyncRolloutCollector
-from roll.pipeline.rlvr.evaluation import evaluate
+from roll.pipeline.policy_pipeline import PolicyPipeline
+from roll.pipeline.rlvr.actor_worker import SAMPLE_WEIGHTS, compute_sample_weights
 from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
-from roll.pipeline.rlvr.rollout import Rollout, RolloutCollector, Tally
-from roll.pipeline.rlvr.samples import scored_batch
-from roll.pipeline.rlvr.scoring import Scorer, close_rewards
-from roll.pipeline.rlvr.validation import ValSampling, val_metrics, validate
-
-LOSS_MASKS = ["response_mask", "final_response_mask"]
+from roll.rollout.collate import collate
+from roll.rollout.prompts import PromptSource
+from roll.rollout.types import Rollout
+from roll.utils.functionals import (
+    compute_advantage,
+    compute_token_reward,
+    get_sample_level_mask,
+    reward_postprocess,
+)
+from roll.utils.rollout_log import RolloutLog
 
 
 class RLVRPipeline(PolicyPipeline):
@@ -32,107 +43,138 @@ class RLVRPipeline(PolicyPipeline):
         "validation": "val_correct/all/mean",
         "length": "token/response_length/mean",
     }
+    timers: ClassVar[Mapping[str, str]] = {
+        "rollout": "time/step_generate",
+        "reference": "time/ref_log_probs_values",
+        "old_log_probs": "time/old_log_probs",
+    }
+    loss_masks = ("response_mask", "final_response_mask")
+    not_trained_on = ("prompts", "responses", "prompt_mask")
 
     def __init__(self, pipeline_config: RLVRConfig, *, progress: bool | None = None) -> None:
-        # What can be wrong with the input is found before a model is loaded and before the run has a folder.
+        # What can be wrong with the input is found before a model is loaded and before the run has
+        # a folder.
         config = pipeline_config
         self.tokenizer = self.load_tokenizer(config)
-        self.sampler = self.val_prompts = None
+        sampler = self.val_prompts = None
         if not config.is_replay:
             check_rewards(config)
-            self.sampler = make_sampler(config, load_data(config, "actor_train", self.tokenizer))
+            sampler = make_sampler(config, load_data(config, "actor_train", self.tokenizer))
             self.val_prompts = load_data(config, "validation", self.tokenizer)
         super().__init__(config, progress=progress)
-        self.rewards = {
-            domain: self.make_cluster(f"reward-{domain}")
-            for domain in config.rewards
-            if self.actor_infer
-        }
+        self.rewards: dict[str, Cluster] = {}
+        if self.actor_infer is not None:
+            self.rewards = {name: self.make_cluster(f"reward-{name}") for name in config.rewards}
         self.clusters += self.rewards.values()
         self.initialize(*self.clusters)
         self.running = {domain: RunningMoments() for domain in config.rewards}
-        self.score = Scorer(self.rewards, self.tokenizer)
-        self.collector: RolloutCollector | None = None
-        if self.actor_infer is not None and self.sampler is not None:
-            parts = (config, self.sampler, self.actor_infer, self.score, self.tokenizer)
-            if config.async_pipeline:
-                self.collector = self.background = AsyncRolloutCollector(*parts)
-            else:
-                self.collector = RolloutCollector(*parts)
+        self.prompts: PromptSource | None = None
+        if self.actor_infer is not None and sampler is not None:
+            self.prompts = self.source = PromptSource(
+                config, self.actor_infer, self.rewards, self.pad_token_id, sampler
+            )
+        self.can_validate = self.val_prompts is not None
         self.restore()
 
-    # -- the algorithm -------------------------------------------------------------------------------------------------
+    def reward_clusters(self) -> Sequence[Cluster]:
+        return list(self.rewards.values())
 
-    def run(self) -> None:
-        for step in self.steps():
-            metrics = self.metrics
-            with metrics.timer("time/step_total"):
-                with self.generation_paused(step):
-                    self.update_engine(step)
-                    if self.should_validate(step):
-                        metrics.add_metrics(self.validate(step))
-                with metrics.timer("time/step_generate"):
-                    batch, rollout = self.collect(step)
-                if batch is not None:
-                    batch.meta_info = {"global_step": step, "loss_mask_keys": LOSS_MASKS}
-                    with metrics.timer("time/ref_log_probs_values"):
-                        batch = self.add_values(self.add_reference(batch))
-                    with metrics.timer("time/old_log_probs"):
-                        batch = self.add_old_log_probs(batch)
-                    batch, found = add_advantages(
-                        batch, self.pipeline_config, self.kl_ctrl, self.running
-                    )
-                    metrics.add_metrics(found)
-                    with metrics.timer("time/step_train"):
-                        self.train(step, batch)
-                    metrics.add_all_metrics(step, batch)
-                    metrics.add_domain_all_metrics(batch)
-                    metrics.add_speeds(batch, self._resources())
-                self.log_samples(step, batch, dropped=rollout.dropped)
-            self.end_step(step, metrics.pop())
-        self.finish(self._result())
+    def add_advantages(self, batch: DataProto) -> DataProto:
+        """Adds `final_response_mask`, `token_level_rewards`, `advantages`, `raw_advantages`,
+        `returns` and, if they are on, `sample_weights`.
 
-    def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
-        """The scored batch of this step, generated or replayed; None if not one sample could be scored."""
-        if self.pipeline_config.is_replay:
-            return self.load_rollout(step), Rollout()
-        self.use(self.actor_infer, *self.rewards.values())
-        assert self.collector is not None
-        rollout = self.collector.collect(step)
-        self.metrics.add_metrics(rollout.metrics)
-        self._count_empty_steps(rollout)
-        if not rollout.groups:
-            return None, rollout
-        batch = scored_batch(rollout.groups, self.pad_token_id)
-        self.dump_rollout(step, batch)
-        return batch, rollout
+        Rewards and advantages are normalised within each domain. The KL penalty knows no domains:
+        one call, one update of its coefficient a step. (ROLL updates it once for each domain.)
+        """
+        config = self.pipeline_config
+
+        def advantages(rows: DataProto) -> tuple[DataProto, dict[str, Any]]:
+            rows.meta_info = {
+                key: rows.meta_info[key] for key in rows.meta_info if key != "metrics"
+            }
+            mask = rows["final_response_mask"]
+            rows = compute_advantage(rows, response_mask=mask, **config.advantage_settings)
+            return rows, rows.meta_info.pop("metrics", {})
+
+        batch, metrics = get_sample_level_mask(batch, config)
+        batch, found = _by_domain(batch, lambda r: reward_postprocess(r, config, self.running))
+        metrics |= found
+        batch, found = compute_token_reward(batch, config, self.kl_ctrl)
+        metrics |= found
+        batch, found = _by_domain(batch, advantages)
+        self.metrics.add_metrics(metrics | found)
+        if config.difficulty_loss_weight or config.length_loss_weight:
+            batch[SAMPLE_WEIGHTS] = compute_sample_weights(batch, config)
+        return batch
 
     def train(self, step: int, batch: DataProto) -> None:
-        """Update critic and, after its warm-up, policy."""
         nothing_left = not bool(batch["final_response_mask"].any())
         self.metrics.add_metric("mask/final_mask_sum_eq_0", float(nothing_left))
-        if nothing_left:
-            return
-        rows = batch.select(None, ["sample_uuid"])
-        rows.pop(["prompts", "responses", "prompt_mask"])
-        if self.critic is not None:
-            self.train_on(self.critic, rows)
-        if step >= self.pipeline_config.critic_warmup:
-            self.train_policy(rows)
+        super().train(step, batch)
+
+    def add_batch_metrics(self, step: int, batch: DataProto) -> None:
+        self.metrics.add_all_metrics(step, batch)
+        self.metrics.add_domain_all_metrics(batch)
+        resources = {}
+        for name, cluster in (("actor_infer", self.actor_infer), ("actor_train", self.actor_train)):
+            if cluster is not None:
+                num_gpus = sum(map(len, cluster.placement_groups))
+                resources[name] = (num_gpus, cluster.dp_size)
+        self.metrics.add_speeds(batch, resources)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Answer and score the validation prompts; the samples go to the run's `rollouts/val-*.jsonl`."""
-        assert self.val_prompts is not None and self.actor_infer is not None
+        """Answer and score the validation prompts; the samples go to `rollouts/val-*.jsonl`."""
+        assert self.val_prompts is not None and self.prompts is not None
         self.use(self.actor_infer, *self.rewards.values())
-        tally = Tally(self.tokenizer)
         with self.metrics.timer("time/val_step"):
-            sampling = ValSampling.of(self.pipeline_config)
-            groups = validate(
-                self.val_prompts, sampling, self.actor_infer.answer_requests, self.score, tally
-            )
-        batch = scored_batch(groups, self.pad_token_id) if groups else None
-        self.log_samples(step, batch, split="val", dropped=tally.dropped)
-        return val_metrics(groups, tally)
+            rollout = self.prompts.validate(self.val_prompts)
+        batch = collate(rollout.trajectories, self.pad_token_id) if rollout.groups else None
+        self.log_samples(step, batch, split="val", dropped=rollout.dropped)
+        return rollout.metrics
+
+    def result(self) -> str:
+        if not self.can_validate or self.pipeline_config.eval_steps <= 0:
+            return ""
+        share = self.final_validation().get("val_correct/all/mean", 0.0)
+        return f"Validation: {share:.3f} of the samples are right."
+
+    def watch_failures(self, rollout: Rollout) -> None:
+        if rollout.groups or rollout.dropped:  # a batch may also be empty because nothing was asked
+            super().watch_failures(rollout)
+        else:
+            self.num_empty_steps = 0
+
+    def give_up(self, rollout: Rollout) -> None:
+        reasons = [
+            f"  {name.rpartition('/')[2]}: {count:.0f} samples"
+            for name, count in rollout.metrics.items()
+            if "/dropped/" in name
+        ]
+        last = rollout.dropped[-1].sample(self.tokenizer)
+        raise DataError(
+            f"not one sample of the last {self.num_empty_steps} steps could be used:\n"
+            + "\n".join(reasons)
+            + f"\nThe last one was dropped because of {last.reason}. Its prompt: {last.prompt!r}. "
+            f"Its response: {last.response!r}"
+        )
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        moments = {domain: moments.state_dict() for domain, moments in self.running.items()}
+        states = super().states() | {"running_moments": moments}
+        if self.prompts is not None:
+            states["rollouts"] = self.prompts.state_dict()
+        return states
+
+    def load_states(self, states: dict[str, dict[str, Any]]) -> None:
+        super().load_states(states)
+        for domain, moments in self.running.items():
+            moments.load_state_dict(states["running_moments"][domain])
+        if self.prompts is not None and "rollouts" in states:
+            self.prompts.load_state_dict(states["rollouts"])
+
+    # -- `roll eval` -------------------------------------------------------------------------------
 
     @classmethod
     def evaluate(
@@ -142,60 +184,79 @@ class RLVRPipeline(PolicyPipeline):
         *,
         samples_to: str | Path | None = None,
     ) -> dict[str, float]:
-        """The validation alone, with the weights of `checkpoint`; see `roll.pipeline.rlvr.evaluation`."""
-        return evaluate(pipeline_config, checkpoint, samples_to=samples_to)
+        """The metrics of one validation (see `val_metrics`), without training anything.
 
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        moments = {domain: moments.state_dict() for domain, moments in self.running.items()}
-        rollouts = {} if self.collector is None else {"rollouts": self.collector.state_dict()}
-        return super().states() | {"running_moments": moments} | rollouts
-
-    def load_states(self, states: dict[str, dict[str, Any]]) -> None:
-        super().load_states(states)
-        for domain, moments in self.running.items():
-            moments.load_state_dict(states["running_moments"][domain])
-        if self.collector is not None and "rollouts" in states:
-            self.collector.load_state_dict(states["rollouts"])
-
-    def close_sources(self) -> None:
-        for cluster in self.rewards.values():
-            close_rewards(cluster)
-
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
-    def should_validate(self, step: int) -> bool:
-        return self.val_prompts is not None and self.should_eval(step)
-
-    def _count_empty_steps(self, rollout: Rollout) -> None:
-        self.num_empty_steps = (
-            0 if rollout.groups or not rollout.dropped else self.num_empty_steps + 1
-        )
-        if self.num_empty_steps >= MAX_EMPTY_STEPS:
-            counts = {name: count for name, count in rollout.metrics.items() if "/dropped/" in name}
-            reasons = "\n".join(
-                f"  {name.rpartition('/')[2]}: {count:.0f} samples"
-                for name, count in counts.items()
+        Args:
+            checkpoint: a run (its newest checkpoint), a checkpoint of a run, or any model folder or
+                Hugging Face name; by default the model that the config starts from.
+            samples_to: a folder whose `rollouts/val-000000.jsonl` gets every sample.
+        """
+        config = pipeline_config
+        data_args = config.validation.data_args if config.validation is not None else None
+        if data_args is None or not data_args.files:
+            raise ConfigError(
+                "validation: missing; it says which prompts to evaluate on, and how to sample"
             )
-            last = rollout.dropped[-1]
-            raise DataError(
-                f"not one sample of the last {self.num_empty_steps} steps could be used:\n{reasons}\nThe last one was "
-                f"dropped because of {last.reason}. Its prompt: {last.prompt!r}. Its response: {last.response!r}"
-            )
-
-    def _resources(self) -> dict[str, tuple[int, int]]:
-        roles = {"actor_infer": self.actor_infer, "actor_train": self.actor_train}
-        return {
-            name: (sum(map(len, cluster.placement_groups)), cluster.dp_size)
-            for name, cluster in roles.items()
-            if cluster is not None
-        }
-
-    def _result(self) -> str:
-        if self.val_prompts is None or self.pipeline_config.eval_steps <= 0:
-            return ""
-        result = self.final_validation()
-        return (
-            f"Validation: {result.get('val_correct/all/mean', 0.0):.3f} of the samples are right."
+        model_args = config.actor_infer.model_args
+        if checkpoint is not None:
+            model_args = model_args.model_copy(update={"model_name_or_path": str(checkpoint)})
+        infer = config.actor_infer.model_copy(update={"model_args": model_args})
+        config = config.model_copy(update={"actor_infer": infer})
+        tokenizer = default_tokenizer_provider(model_args)
+        check_rewards(config)
+        prompts = load_data(config, "validation", tokenizer)
+        assert prompts is not None
+        seed_everything(config.seed)
+        manager = ResourceManager(
+            config.num_gpus_per_node, config.num_nodes, backend=config.execution_backend
         )
+        clusters: dict[str, Cluster] = {}
+        source: PromptSource | None = None
+        try:
+            for name, role in config.active_roles().items():
+                if name == "actor_infer" or name.startswith("reward-"):
+                    clusters[name] = Cluster(name, role.worker_cls, manager, role)
+            for cluster in clusters.values():
+                cluster.initialize(config)
+            engine = clusters["actor_infer"]
+            rewards = {name: clusters[f"reward-{name}"] for name in config.rewards}
+            source = PromptSource(config, engine, rewards, tokenizer.pad_token_id)
+            rollout = source.validate(prompts)
+        finally:
+            if source is not None:
+                source.close()
+            for cluster in clusters.values():
+                cluster.shutdown()
+        if samples_to is not None:
+            batch = None
+            if rollout.groups:
+                batch = collate(rollout.trajectories, tokenizer.pad_token_id)
+            dropped = [item.sample(tokenizer) for item in rollout.dropped]
+            RolloutLog(samples_to, tokenizer, None).write(0, batch, split="val", dropped=dropped)
+        return rollout.metrics
+
+
+def _by_domain(
+    batch: DataProto, function: Callable[[DataProto], tuple[DataProto, Mapping[str, Any]]]
+) -> tuple[DataProto, dict[str, Any]]:
+    """`function(rows) -> (rows, metrics)` on the rows of each domain; the rows come back in their
+    old order.
+
+    Metrics are averaged over domains by those who log them (lists), and each domain's own is
+    `{domain}/{name}`.
+    """
+    positions: dict[str, list[int]] = {}
+    for row, domain in enumerate(batch["domain"]):
+        positions.setdefault(str(domain), []).append(row)
+    if len(positions) == 1:
+        batch, found = function(batch)
+        return batch, dict(found)
+    parts, metrics = [], {}
+    for domain, rows in positions.items():
+        part, found = function(batch.select_idxs(rows))
+        parts.append(part)
+        for name, value in found.items():
+            metrics[f"{domain}/{name}"] = value
+            metrics.setdefault(name, []).append(value)
+    order = torch.tensor([row for rows in positions.values() for row in rows])
+    return DataProto.concat(parts).select_idxs(order.argsort()), metrics

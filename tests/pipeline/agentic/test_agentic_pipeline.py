@@ -4,13 +4,22 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from agentic_setup import STEP, tiny_pipeline_config
 from safetensors.torch import load_file
 
+from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import ConfigError, DataError
-from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline, GroupFilter
+from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.agentic.agentic_pipeline import (
+    AgenticPipeline,
+    GroupFilter,
+    adjust_batch,
+    optimizer_steps,
+)
+from roll.pipeline.mini_batches import local_rows_of_steps
 from roll.utils.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -155,7 +164,7 @@ def test_a_dump_trains_again_from_itself_alone(tmp_path, estimator):
     config = tiny_pipeline_config(tmp_path, GOOD, exp_name="replayed", **replay)
     assert "actor_infer" not in config.active_roles() and "train_env" not in config.active_roles()
     pipeline, again, replayed = train(tmp_path, exp_name="replayed", **replay)
-    assert pipeline.actor_infer is None and not pipeline.schedulers
+    assert pipeline.actor_infer is None and pipeline.source is None
     assert all(torch.equal(weights[name], replayed[name]) for name in weights)
     sampling = (
         "env/",
@@ -283,3 +292,66 @@ def test_what_is_missing_is_said_before_a_run_has_a_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"custom_envs\.Good\.env_type: missing"):
         AgenticPipeline(config, progress=False)
     assert not (tmp_path / "output").exists()
+
+
+# -- rows whose number is known only after the episodes --------------------------------------------
+
+
+def adjusting(mode="copy"):
+    role = {
+        "strategy_args": {"strategy_name": "hf_train"},
+        "training_args": {"per_device_train_batch_size": 4},
+    }
+    return AgenticConfig(
+        actor_train=role,
+        rollout_batch_size=16,
+        sequence_length=64,
+        train_env_manager={"num_env_groups": 16},
+        adv_estimator="gigpo",
+        batch_adjust_mode=mode,
+        ppo_epochs=2,
+        eval_steps=0,
+    )
+
+
+def numbered(rows):
+    return DataProto.from_dict(
+        {"x": torch.arange(rows)}, non_tensors={"id": np.arange(rows).astype(object)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "kept"),
+    [
+        ("copy", 101, 101),
+        ("auto", 101, 101),
+        ("delete", 101, 100),
+        ("delete", 3, 3),
+        ("random_sample", 101, 4),
+    ],
+)
+def test_modes(mode, rows, kept):
+    adjusted, metrics = adjust_batch(numbered(rows), adjusting(mode), seed=1)
+    assert len(adjusted) == kept and metrics["system/batch_remove_count"] == rows - kept
+    assert metrics["system/batch_add_count"] == 0 and len(set(adjusted["x"].tolist())) == kept
+    assert (
+        adjusted["x"].tolist()
+        == adjust_batch(numbered(rows), adjusting(mode), seed=1)[0]["x"].tolist()
+    )
+
+
+def test_every_row_has_the_same_weight_in_its_step():
+    """16 trajectories by 4 are 4 optimizer steps an epoch, whatever the number of rows."""
+    assert optimizer_steps(adjusting()) == {"actor_train": 4}
+    steps = list(
+        local_rows_of_steps(
+            range(101), num_global=101, rows_per_step=4, epochs=2, seed=0, num_steps=4
+        )
+    )
+    assert [len(rows) for rows in steps] == [26, 25, 25, 25] * 2
+    assert sorted(row for rows in steps[:4] for row in rows) == list(range(101))
+    assert steps[:4] != steps[4:]
+    few = list(
+        local_rows_of_steps(range(2), num_global=2, rows_per_step=4, epochs=1, seed=0, num_steps=4)
+    )
+    assert sorted(map(len, few)) == [1, 1]

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from agentic_setup import EchoProxy, env_config, scheduler_of
+from agentic_setup import EchoProxy, env_config, source_of
 from tiny_tokenizer import CHATML, bpe_tokenizer
 
 from roll.datasets.chat_template import get_chat_template
@@ -137,7 +137,7 @@ def test_step_concat_prompts_have_the_observations_before_and_the_suffix():
         "max_steps": 5,
     }
     proxy = EchoProxy(character_tokenizer())
-    with scheduler_of(env_config({"Good": template}), proxy) as scheduler:
+    with source_of(env_config({"Good": template}), proxy) as scheduler:
         rollout = scheduler.rollout(0, 4)
     asked = [turns[0].messages[0]["content"] for turns in proxy.asked]
     start = asked[0].removeprefix("|").removesuffix("\n")

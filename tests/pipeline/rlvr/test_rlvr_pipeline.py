@@ -14,7 +14,7 @@ from rlvr_setup import make_config, make_inputs, make_values, metrics_of, read_r
 
 from roll.exceptions import ConfigError, DataError
 from roll.models.checkpoint import get_latest_ckpt
-from roll.pipeline.on_policy import OffPolicyError
+from roll.pipeline.policy_pipeline import OffPolicyError
 from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
 
 

@@ -1,6 +1,6 @@
 r"""One environment, one episode at a time: what the policy reads, and what becomes of its answers.
 
-A manager is a small state machine without threads; `RolloutScheduler` moves many of them at once:
+A manager is a small state machine without threads; `EnvSource` moves many of them at once:
 
     manager.begin(traj_id, traj_group_id)
     manager.observe(reply of reset)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roll.datasets.chat_template import Message
 from roll.engines.request import FinishReason, GenerationOutput, GenerationRequest
 from roll.exceptions import ConfigError
-from roll.pipeline.engine_gate import EngineGate
+from roll.rollout.buffer import EngineGate
 from roll.utils.import_utils import import_class
 
 if TYPE_CHECKING:
