@@ -37,10 +37,9 @@ from gpu_harness import (
 from gpu_peers import linear_peers, logits_peers, torch_version, without_graph
 from torch import Tensor
 
-from roll.ops.linear_log_probs import linear_log_probs
+from roll.ops.linear_log_probs import linear_log_probs, loss_in_parts
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import log_probs_and_entropy, next_token_log_probs
-from roll.ops.loss_in_parts import loss_in_parts
 
 GIB = 2**30
 README = Path(__file__).parent / "README.md"

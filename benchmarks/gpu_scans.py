@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roll.algorithms.advantages import discounted_returns, gae
 from roll.algorithms.masking import segment_masked_mean
-from roll.ops import reverse_scan, segment_mean
+from roll.ops import scans
 
 GAMMA, LAM = 0.99, 0.95
 
@@ -23,12 +23,12 @@ GAMMA, LAM = 0.99, 0.95
 @contextmanager
 def torch_version() -> Iterator[None]:
     """Inside, the operators run without their kernels."""
-    originals = reverse_scan.scan_kernels, segment_mean.scan_kernels
-    reverse_scan.scan_kernels = segment_mean.scan_kernels = lambda tensor: None
+    original = scans.scan_kernels
+    scans.scan_kernels = lambda tensor: None
     try:
         yield
     finally:
-        reverse_scan.scan_kernels, segment_mean.scan_kernels = originals
+        scans.scan_kernels = original
 
 
 def in_torch(way: Way) -> Way:

@@ -11,7 +11,7 @@ import torch
 from loss_cases import GARBAGE
 from torch import Tensor
 
-from roll.ops.segment_mean import segment_mean
+from roll.ops.scans import segment_mean
 
 LAYOUTS = ("contiguous", "a window", "every second", "transposed")
 

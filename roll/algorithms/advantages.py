@@ -12,7 +12,7 @@ from torch import Tensor
 from roll.algorithms.estimators import get_estimator
 from roll.algorithms.masking import check_mask, masked_whiten, select
 from roll.algorithms.rewards import check_clip, clip_symmetric
-from roll.ops.reverse_scan import advantage_scan, reverse_scan, reverse_scan_runs
+from roll.ops.scans import advantage_scan, reverse_scan, reverse_scan_runs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""From a loss per token to one number: a masked sum divided by the counts of the whole optimizer step.
+"""From a loss per token to one number: a masked sum divided by the counts of the whole optimizer
+step.
 
-Because the counts are global, the results of micro-batches and of ranks simply add up to the result of the full batch,
-whatever the split and the padding. Only tokens under the mask count, in every mode.
+Because the counts are global, the results of micro-batches and of ranks simply add up to the result
+of the full batch, whatever the split and the padding. Only tokens under the mask count, in every
+mode.
 """
 
 import torch
@@ -52,13 +54,15 @@ def aggregate_loss(
     seq-mean-token-mean       sum_i w_i (sum_t loss / n_i) / num_sequences
     seq-mean-token-sum-norm   sum_i w_i sum_t loss / norm_factor
 
-    `num_tokens` and `num_sequences` are those of the whole optimizer step; by default those of this mask (rows without
-    a valid token do not count). `norm_factor` defaults to T, the width of this batch, which is only constant as long as
-    nobody trims the padding: a trainer passes a constant. Counts below 1 are taken as 1. The result of an empty mask is
-    a zero that is connected to the graph.
+    `num_tokens` and `num_sequences` are those of the whole optimizer step; by default those of this
+    mask (rows without a valid token do not count). `norm_factor` defaults to T, the width of this
+    batch, which is only constant as long as nobody trims the padding: a trainer passes a constant.
+    Counts below 1 are taken as 1. The result of an empty mask is a zero that is connected to the
+    graph.
 
-    Example: loss [[1, 2, 9], [3, 9, 9]], mask [[1, 1, 0], [1, 0, 0]] -> token-mean 6/3 = 2, seq-mean-token-sum
-    (3 + 3)/2 = 3, seq-mean-token-mean (1.5 + 3)/2 = 2.25, seq-mean-token-sum-norm 6/3 = 2.
+    Example: loss [[1, 2, 9], [3, 9, 9]], mask [[1, 1, 0], [1, 0, 0]] -> token-mean 6/3 = 2,
+    seq-mean-token-sum (3 + 3)/2 = 3, seq-mean-token-mean (1.5 + 3)/2 = 2.25,
+    seq-mean-token-sum-norm 6/3 = 2.
     """
     if mode not in AGGREGATION_MODES:
         raise ValueError(
@@ -91,10 +95,10 @@ def mean_one_sample_weights(
 ) -> Tensor:
     """Row weights that favour difficult prompts and short answers, with mean 1 over the valid rows.
 
-    A row weighs (0.5 + 1.5 clamp(difficulty, 0, 1)) * (1.5 - length scaled to [0, 1] over the valid rows); a factor
-    whose input is None is left out. The mean and the scale are those of the rows given, so call this on the whole
-    batch and keep the result as a column: weights computed inside a micro-batch would depend on the split.
-    Rows that are not valid get 0.
+    A row weighs (0.5 + 1.5 clamp(difficulty, 0, 1)) * (1.5 - length scaled to [0, 1] over the valid
+    rows); a factor whose input is None is left out. The mean and the scale are those of the rows
+    given, so call this on the whole batch and keep the result as a column: weights computed inside
+    a micro-batch would depend on the split. Rows that are not valid get 0.
     """
     weights_B = select(torch.ones_like(valid_B, dtype=torch.float32), valid_B)
     if difficulty_B is not None:

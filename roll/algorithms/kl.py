@@ -1,4 +1,5 @@
-"""Per-token estimators of KL(policy || base) from log-probabilities (see http://joschu.net/blog/kl-approx.html)."""
+"""Per-token estimators of KL(policy || base) from log-probabilities (see
+http://joschu.net/blog/kl-approx.html)."""
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ MAX_K3 = 10.0
 def approx_kl(
     log_probs: Tensor, base_log_probs: Tensor, *, kind: str = "kl", mask: Tensor | None = None
 ) -> Tensor:
-    """Estimate KL(policy || base) for every token, exactly 0 where `mask` is 0. With d = log_probs - base_log_probs:
+    """Estimate KL(policy || base) for every token, exactly 0 where `mask` is 0. With d = log_probs
+    - base_log_probs:
 
                                     as a reward                      as a loss: gradient by log_probs
     kl, k1           d              unbiased; negative at times      1, whatever the base: no pull, only noise
@@ -35,9 +37,9 @@ def approx_kl(
     k3+              as k3          as k3                            as k2
     full             sum_v e^lp_v (lp_v - base_v), from normalised log-probabilities of shape (B, T, V)
 
-    The last column is about the mean over tokens that the policy sampled. The d of `k3` saturates at +-20 and its value
-    at 10, with gradient 0; that of `k3+` at +-20. All but `full` take the log-probabilities of the sampled tokens,
-    (B, T). Returns (B, T).
+    The last column is about the mean over tokens that the policy sampled. The d of `k3` saturates
+    at +-20 and its value at 10, with gradient 0; that of `k3+` at +-20. All but `full` take the
+    log-probabilities of the sampled tokens, (B, T). Returns (B, T).
     """
     if kind not in KL_KINDS:
         raise ValueError(f"unknown KL estimator {kind!r}; known: {', '.join(KL_KINDS)}")

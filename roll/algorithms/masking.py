@@ -1,14 +1,14 @@
 """Reductions over the valid entries of a tensor.
 
-Masked entries are replaced *before* any arithmetic (`select`), never multiplied by zero: `0 * inf` is NaN, in the value
-and in the gradient. So a masked entry may hold anything, NaN included, and changes nothing. Masks may be of any dtype;
-non-zero means valid. Results are at least float32.
+Masked entries are replaced *before* any arithmetic (`select`), never multiplied by zero: `0 * inf`
+is NaN, in the value and in the gradient. So a masked entry may hold anything, NaN included, and
+changes nothing. Masks may be of any dtype; non-zero means valid. Results are at least float32.
 """
 
 import torch
 from torch import Tensor
 
-from roll.ops.segment_mean import segment_mean
+from roll.ops.scans import segment_mean
 
 WHITEN_EPS = 1e-8
 
@@ -26,7 +26,8 @@ def check_mask(tensor: Tensor, mask: Tensor, name: str = "tensor") -> None:
 
 
 def check_finite(tensor: Tensor, mask: Tensor | None = None, name: str = "tensor") -> None:
-    """Raise ValueError with row numbers when a valid entry of `tensor` (first axis: rows) is NaN or infinite."""
+    """Raise ValueError with row numbers when a valid entry of `tensor` (first axis: rows) is NaN or
+    infinite."""
     if mask is not None:
         check_mask(tensor, mask, name)
     if torch.isfinite(tensor.sum()):  # then so is every entry, masked or not
@@ -50,7 +51,8 @@ def check_finite(tensor: Tensor, mask: Tensor | None = None, name: str = "tensor
 
 
 def select(tensor: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """`tensor` where `mask` is non-zero, `fill` elsewhere, in float32 or better. Masked entries receive no gradient."""
+    """`tensor` where `mask` is non-zero, `fill` elsewhere, in float32 or better. Masked entries
+    receive no gradient."""
     check_mask(tensor, mask)
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return torch.where(mask.bool(), tensor.to(dtype), fill)
@@ -72,7 +74,8 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale the valid entries to unit variance over all of them, and to zero mean unless `shift_mean` is false.
+    """Scale the valid entries to unit variance over all of them, and to zero mean unless
+    `shift_mean` is false.
 
     Fewer than two valid entries have no variance and come back unchanged. Masked entries become 0.
     """
@@ -81,17 +84,19 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def masked_normalize(tensor: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Zero mean, unit variance (ddof 0, floored at `eps`) of the valid entries along `dim`; masked entries become 0."""
+    """Zero mean, unit variance (ddof 0, floored at `eps`) of the valid entries along `dim`; masked
+    entries become 0."""
     centred = select(select(tensor, mask) - masked_mean(tensor, mask, dim).unsqueeze(dim), mask)
     variance = masked_mean(centred.square(), mask, dim).unsqueeze(dim)
     return centred * variance.clamp(min=eps).rsqrt()
 
 
 def response_level_masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Whiten by the statistics of the rows' means, so that long rows do not count more. (B, T) in, (B, T) out.
+    """Whiten by the statistics of the rows' means, so that long rows do not count more. (B, T) in,
+    (B, T) out.
 
-    The mean and variance (ddof 1) are taken over the rows that have a valid entry; with fewer than two such rows the
-    values come back unchanged. Masked entries become 0.
+    The mean and variance (ddof 1) are taken over the rows that have a valid entry; with fewer than
+    two such rows the values come back unchanged. Masked entries become 0.
     """
     nonempty_B = mask.bool().any(-1)
     mean, var = _mean_var(masked_mean(values, mask, dim=-1), nonempty_B)
@@ -106,11 +111,12 @@ def clip_fraction(values: Tensor, low: float, high: float, mask: Tensor | None =
 
 
 def segment_masked_mean(tensor: Tensor, mask: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Mean over each contiguous run of `mask` in a row, written on the whole run; 0 outside. (B, T) in, (B, T) out.
+    """Mean over each contiguous run of `mask` in a row, written on the whole run; 0 outside. (B, T)
+    in, (B, T) out.
 
-    `keep` (default: everything) leaves some entries of a run out of its mean without splitting the run; a run that
-    keeps nothing is 0. Differentiable: each kept entry receives 1/n of the gradient that reaches its run.
-    Example: [[1, 3, 9, 5]] with mask [[1, 1, 0, 1]] -> [[2, 2, 0, 5]].
+    `keep` (default: everything) leaves some entries of a run out of its mean without splitting the
+    run; a run that keeps nothing is 0. Differentiable: each kept entry receives 1/n of the gradient
+    that reaches its run. Example: [[1, 3, 9, 5]] with mask [[1, 1, 0, 1]] -> [[2, 2, 0, 5]].
     """
     check_mask(tensor, mask)
     keep_BT = None
@@ -123,8 +129,8 @@ def segment_masked_mean(tensor: Tensor, mask: Tensor, keep: Tensor | None = None
 
 
 def _mean_var(values: Tensor, mask: Tensor, correction: int = 1) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the valid entries, two scalars. They are taken from the packed entries in float64, so that
-    neither padding nor gaps can change a bit of them."""
+    """Mean and variance of the valid entries, two scalars. They are taken from the packed entries
+    in float64, so that neither padding nor gaps can change a bit of them."""
     check_mask(values, mask)
     dtype = torch.promote_types(values.dtype, torch.float32)
     valid = values[mask.bool()].double()

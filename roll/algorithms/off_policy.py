@@ -1,8 +1,9 @@
-"""The gap between the trainer's and the inference engine's log-probabilities of the same tokens: weights and filters.
+"""The gap between the trainer's and the inference engine's log-probabilities of the same tokens:
+weights and filters.
 
-The engine that sampled the tokens and the model that is trained compute slightly (after a delay: very) different
-probabilities. The ratio of the two is a weight that corrects for it, and a reason to leave tokens out where it is
-extreme. All tensors are (B, T); masked entries may hold anything.
+The engine that sampled the tokens and the model that is trained compute slightly (after a delay:
+very) different probabilities. The ratio of the two is a weight that corrects for it, and a reason
+to leave tokens out where it is extreme. All tensors are (B, T); masked entries may hold anything.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +16,19 @@ from roll.algorithms.aggregation import Count, aggregate_loss
 from roll.algorithms.kl import MAX_LOG_RATIO
 from roll.algorithms.masking import check_mask, masked_mean, masked_sum, segment_masked_mean, select
 
-# token: each by itself. segment: mean over a contiguous run of the mask. geometric: mean over the row. sequence: sum
-# over the row. Segment, geometric and sequence values are the same for all tokens of a run or a row.
+# token: each by itself. segment: mean over a contiguous run of the mask. geometric: mean over the
+# row. sequence: sum over the row. Segment, geometric and sequence values are the same for all
+# tokens of a run or a row.
 LEVELS = ("token", "segment", "geometric", "sequence")
 
 
 @dataclass(frozen=True)
 class TrainInferGap:
-    """For every level: the ratio exp(log p_old - log p_infer) and the difference p_old - p_infer, 0 where masked.
+    """For every level: the ratio exp(log p_old - log p_infer) and the difference p_old - p_infer, 0
+    where masked.
 
-    Means and sums are taken of the log-ratio and of the token difference; the ratio is the exp of the result.
+    Means and sums are taken of the log-ratio and of the token difference; the ratio is the exp of
+    the result.
     """
 
     ratio: Mapping[str, Tensor]
@@ -34,7 +38,8 @@ class TrainInferGap:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeFilter:
-    """Keep tokens whose ratio, and whose difference, at `level` lie in the (inclusive) ranges; None: any value."""
+    """Keep tokens whose ratio, and whose difference, at `level` lie in the (inclusive) ranges;
+    None: any value."""
 
     level: str = "token"
     ratio_range: tuple[float, float] | None = None
@@ -60,8 +65,8 @@ def train_infer_gap(
 ) -> TrainInferGap:
     """Measure the gap at all four levels. Exponents saturate at +-20, so every ratio is finite.
 
-    Example: log-ratios [0.2, 0.4, x, 0.9] under mask [1, 1, 0, 1] -> segment ratios [e^0.3, e^0.3, 0, e^0.9],
-    geometric e^0.5 and sequence e^1.5 on the three valid tokens.
+    Example: log-ratios [0.2, 0.4, x, 0.9] under mask [1, 1, 0, 1] -> segment ratios [e^0.3, e^0.3,
+    0, e^0.9], geometric e^0.5 and sequence e^1.5 on the three valid tokens.
     """
     check_mask(old_log_probs_BT, mask_BT, "old_log_probs")
     check_mask(infer_log_probs_BT, mask_BT, "infer_logprobs")
@@ -80,7 +85,8 @@ def train_infer_gap(
 def importance_weight(
     gap: TrainInferGap, *, level: str, upper_bound: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(weight_BT, clipped_BT): the ratio at `level`, at most `upper_bound`, 1 where masked; where the bound held."""
+    """(weight_BT, clipped_BT): the ratio at `level`, at most `upper_bound`, 1 where masked; where
+    the bound held."""
     check_level(level, "importance weight")
     if upper_bound is not None and not upper_bound > 0:
         raise ValueError(
@@ -100,7 +106,8 @@ def in_range(values_BT: Tensor, bounds: tuple[float, float], mask_BT: Tensor) ->
 def apply_filters(
     gap: TrainInferGap, filters: Sequence[RangeFilter]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(keep_BT, passed): tokens that pass all filters, and for each `<level>_<ratio|diff>` those that pass its tests.
+    """(keep_BT, passed): tokens that pass all filters, and for each `<level>_<ratio|diff>` those
+    that pass its tests.
 
     Both are True where masked: a filter says nothing about tokens that are not there.
     """
@@ -120,7 +127,8 @@ def apply_filters(
 
 
 def gap_statistics(gap: TrainInferGap, *, num_sequences: Count | None = None) -> dict[str, Tensor]:
-    """`ratio_<level>_mean` and `diff_<level>_mean`: mean over the rows of the step of the mean over a row's tokens."""
+    """`ratio_<level>_mean` and `diff_<level>_mean`: mean over the rows of the step of the mean over
+    a row's tokens."""
     return {
         f"{kind}_{level}_mean": aggregate_loss(
             values[level], gap.mask_BT, "seq-mean-token-mean", num_sequences=num_sequences

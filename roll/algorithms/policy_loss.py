@@ -1,9 +1,9 @@
 """The policy-gradient loss on the log-probabilities of sampled tokens.
 
-It is put together from three independent choices: how the importance ratio is formed (`ratio_type`),
-what is done with it (`surrogate`, see surrogates), and how tokens are reduced to a number (`agg_mode`,
-see aggregation). Everything is (B, T); column t speaks of token t+1. Masked entries may hold anything,
-NaN included.
+It is put together from three independent choices: how the importance ratio is formed
+(`ratio_type`), what is done with it (`surrogate`, see surrogates), and how tokens are reduced to a
+number (`agg_mode`, see aggregation). Everything is (B, T); column t speaks of token t+1. Masked
+entries may hold anything, NaN included.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ RATIO_TYPES = ("token", "segment", "sequence", "segment_token", "sequence_token"
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss and its parts. All scalars belong to this batch, over the counts of the whole step."""
+    """The loss and its parts. All scalars belong to this batch, over the counts of the whole
+    step."""
 
     total: Tensor  # the only one with a graph
     pg: Tensor  # without the row weights
@@ -32,11 +33,11 @@ class PolicyLoss:
     ratio_BT: Tensor  # without gradient, 1 where masked
     clipped_BT: Tensor  # bool: a bound of the surrogate decided the loss
     statistics: dict[str, Tensor]
-    """ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac: share of tokens whose ratio
-    left the range of the surrogate, whatever the sign of the advantage. clipfrac: tokens whose loss a
-    bound decided, aggregated as the loss is. ratio_mean: mean over rows of the mean over tokens.
-    ratio_max, ratio_min: over valid tokens, -inf and inf if there are none. approxkl, policykl:
-    (log r)^2 / 2 and log r against the old policy, aggregated as the loss is."""
+    """ppo_ratio_high_clipfrac, ppo_ratio_low_clipfrac, ppo_ratio_clipfrac: share of tokens whose
+    ratio left the range of the surrogate, whatever the sign of the advantage. clipfrac: tokens
+    whose loss a bound decided, aggregated as the loss is. ratio_mean: mean over rows of the mean
+    over tokens. ratio_max, ratio_min: over valid tokens, -inf and inf if there are none. approxkl,
+    policykl: (log r)^2 / 2 and log r against the old policy, aggregated as the loss is."""
 
 
 def importance_ratio(
@@ -52,10 +53,10 @@ def importance_ratio(
     sequence_token   GSPO-token, for turns and for rows
 
     Tokens that are not in `keep_BT` leave the means, but do not split a segment. The log-ratio
-    saturates at +-20, with gradient 0. The gradients of `segment` and `sequence` go through the means:
-    a token gets 1/n of the gradient of its segment or row, which is that of the mean advantage. Those
-    of the `_token` kinds go to each token with its own advantage; where the tokens of a segment or row
-    have one advantage, the two are the same.
+    saturates at +-20, with gradient 0. The gradients of `segment` and `sequence` go through the
+    means: a token gets 1/n of the gradient of its segment or row, which is that of the mean
+    advantage. Those of the `_token` kinds go to each token with its own advantage; where the tokens
+    of a segment or row have one advantage, the two are the same.
     """
     if ratio_type not in RATIO_TYPES:
         raise ValueError(f"unknown ratio type {ratio_type!r}; known: {', '.join(RATIO_TYPES)}")
@@ -101,9 +102,9 @@ def policy_loss(
     """total = pg_coef (weighted_pg + kl_coef kl) - entropy_coef entropy, each over the same tokens.
 
     `keep_BT` filters tokens: they leave every numerator, but the counts (when not given: those of
-    `mask_BT`) and the borders of segments are those before the filter, so that dropping a token does
-    not inflate the others. `is_weight_BT` multiplies the loss of a token, `sample_weights_B` that of
-    a row.
+    `mask_BT`) and the borders of segments are those before the filter, so that dropping a token
+    does not inflate the others. `is_weight_BT` multiplies the loss of a token, `sample_weights_B`
+    that of a row.
     """
     for name, tensor in (
         ("log_probs", log_probs_BT),

@@ -1,7 +1,7 @@
 """Losses on pairs of answers to one prompt, one preferred to the other: DPO and its variants.
 
-A batch interleaves its pairs: row 2i is the chosen answer of pair i, row 2i+1 the rejected one. P is the number of
-pairs, R = 2P that of rows.
+A batch interleaves its pairs: row 2i is the chosen answer of pair i, row 2i+1 the rejected one. P
+is the number of pairs, R = 2P that of rows.
 """
 
 import math
@@ -27,8 +27,8 @@ def split_pairs(values_R: Tensor, name: str = "the batch") -> tuple[Tensor, Tens
 
 
 def completion_mask(attention_mask_RS: Tensor, prompt_lens_R: Tensor) -> Tensor:
-    """(R, S-1), True where column t predicts a token of the completion: token t+1 is attended and at least
-    `prompt_lens` attended tokens come before it. Works for padding on either side.
+    """(R, S-1), True where column t predicts a token of the completion: token t+1 is attended and
+    at least `prompt_lens` attended tokens come before it. Works for padding on either side.
 
     Example: attention [0, 0, 1, 1, 1] with 2 prompt tokens -> [False, False, False, True].
     """
@@ -44,7 +44,8 @@ def completion_mask(attention_mask_RS: Tensor, prompt_lens_R: Tensor) -> Tensor:
 def sequence_log_probs(
     log_probs_RT: Tensor, attention_mask_RS: Tensor, prompt_lens_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(log_probs_R, lengths_R): sum of the completion's log-probabilities and its number of tokens, for each row.
+    """(log_probs_R, lengths_R): sum of the completion's log-probabilities and its number of tokens,
+    for each row.
 
     An empty completion has log-probability 0 and length 0.
     """
@@ -58,16 +59,19 @@ def sequence_log_probs(
 
 
 def pair_accuracy(margins_P: Tensor) -> Tensor:
-    """(P,): 1 for a pair whose chosen answer has the higher reward, 0 for the other way round, 0.5 for a tie.
+    """(P,): 1 for a pair whose chosen answer has the higher reward, 0 for the other way round, 0.5
+    for a tie.
 
-    A policy that equals its reference ties everywhere: it knows nothing, which is 0.5. (ROLL and TRL say 0.)
+    A policy that equals its reference ties everywhere: it knows nothing, which is 0.5. (ROLL and
+    TRL say 0.)
     """
     return (margins_P > 0).float() + 0.5 * (margins_P == 0).float()
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a variant sees: log-ratios to the reference of chosen and rejected answers, (P,), and the settings."""
+    """What a variant sees: log-ratios to the reference of chosen and rejected answers, (P,), and
+    the settings."""
 
     chosen: Tensor
     rejected: Tensor
@@ -92,7 +96,8 @@ class Pairs:
         return self.chosen_mean - self.rejected_mean
 
     def smoothed_logistic(self, margin: Tensor) -> Tensor:
-        """-log sigmoid(beta margin), with probability `label_smoothing` that the label is flipped."""
+        """-log sigmoid(beta margin), with probability `label_smoothing` that the label is
+        flipped."""
         right, wrong = F.logsigmoid(self.beta * margin), F.logsigmoid(-self.beta * margin)
         return -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
 
@@ -166,7 +171,8 @@ def _aot_unpaired(pairs: Pairs) -> Tensor:
 
 def _discopop(pairs: Pairs) -> Tensor:
     z = pairs.beta * pairs.margin
-    # k exp(-z) with k = sigmoid(z / tau): one exponent, because exp(-z) alone overflows where k vanishes.
+    # k exp(-z) with k = sigmoid(z / tau): one exponent, because exp(-z) alone overflows where k
+    # vanishes.
     blended = torch.exp(F.logsigmoid(z / pairs.discopop_tau) - z)
     return torch.sigmoid(-z / pairs.discopop_tau) * -F.logsigmoid(z) + blended
 
@@ -195,7 +201,8 @@ SMOOTHED_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpair
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of the batch and, for each pair and without gradient, what it came from. All (P,) but `loss`."""
+    """The loss of the batch and, for each pair and without gradient, what it came from. All (P,)
+    but `loss`."""
 
     loss: Tensor
     losses_P: Tensor
@@ -217,10 +224,12 @@ def preference_loss(
     discopop_tau: float = 0.05,
     num_pairs: Count | None = None,
 ) -> PreferenceLoss:
-    """Sum of the pairs' losses divided by `num_pairs`, the pairs of the whole step (default: of this batch).
+    """Sum of the pairs' losses divided by `num_pairs`, the pairs of the whole step (default: of
+    this batch).
 
-    The inputs are summed log-probabilities of the completions, (P,); `ipo` and `sigmoid_norm` also need their lengths
-    in tokens. References None means reference-free: a reference that gives every answer log-probability 0.
+    The inputs are summed log-probabilities of the completions, (P,); `ipo` and `sigmoid_norm` also
+    need their lengths in tokens. References None means reference-free: a reference that gives every
+    answer log-probability 0.
     """
     if loss_type not in PREFERENCE_LOSSES:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""From one score per response to rewards that can be learned from: normalise, clip, place on a token, leave out."""
+"""From one score per response to rewards that can be learned from: normalise, clip, place on a
+token, leave out."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ MEAN_SCOPES = (*STD_SCOPES, "leave_one_out")
 
 @dataclass
 class RunningMoments:
-    """Mean and standard deviation of all values seen so far, in float64 (Welford's update in Chan's parallel form)."""
+    """Mean and standard deviation of all values seen so far, in float64 (Welford's update in Chan's
+    parallel form)."""
 
     count: int = 0
     mean: float = 0.0
@@ -36,7 +38,8 @@ class RunningMoments:
         return math.sqrt(self.var)
 
     def update(self, values: Tensor) -> tuple[float, float]:
-        """Take in all entries of `values`. Returns the mean and the standard deviation of `values` alone."""
+        """Take in all entries of `values`. Returns the mean and the standard deviation of `values`
+        alone."""
         check_finite(values, name="values")
         values = values.detach().double()
         mean = values.mean().item() if values.numel() else 0.0
@@ -68,7 +71,8 @@ class RunningMoments:
 def group_index(
     num_rows: int, *, ids: Tensor | np.ndarray | Sequence[Any] | None = None, size: int = 1
 ) -> Tensor:
-    """Number the group of each row, 0 .. G-1. Equal `ids` form a group; without ids, `size` neighbouring rows do.
+    """Number the group of each row, 0 .. G-1. Equal `ids` form a group; without ids, `size`
+    neighbouring rows do.
 
     Example: ids ["b", "a", "b"] -> [0, 1, 0]; four rows with size 2 -> [0, 0, 1, 1].
     """
@@ -98,12 +102,14 @@ def normalize_rewards(
 ) -> Tensor:
     """(r - mean) / std for rewards of shape (B,), in float32 or better.
 
-    `mean` and `std` name what the statistics are taken over, independently of each other: None leaves them out, `batch`
-    is all rows, `group` the rows of the same group (`groups`, see `group_index`), `running` what `running` has seen:
-    the caller updates it, before this call if this batch is to count. `mean` may also be `leave_one_out`: the group
-    without the row itself (RLOO). The standard deviation has ddof 1; one of a single value or at most 1e-6 divides by
-    nothing, any other by itself plus 1e-6. So a group of one, or of equal rewards, becomes exactly 0 where the mean of
-    the group is subtracted; where no mean is (None), it keeps its rewards as they are.
+    `mean` and `std` name what the statistics are taken over, independently of each other: None
+    leaves them out, `batch` is all rows, `group` the rows of the same group (`groups`, see
+    `group_index`), `running` what `running` has seen: the caller updates it, before this call if
+    this batch is to count. `mean` may also be `leave_one_out`: the group without the row itself
+    (RLOO). The standard deviation has ddof 1; one of a single value or at most 1e-6 divides by
+    nothing, any other by itself plus 1e-6. So a group of one, or of equal rewards, becomes exactly
+    0 where the mean of the group is subtracted; where no mean is (None), it keeps its rewards as
+    they are.
     """
     if mean is not None and mean not in MEAN_SCOPES:
         raise ValueError(f"unknown norm_mean_type {mean!r}; known: None, {', '.join(MEAN_SCOPES)}")
@@ -112,7 +118,8 @@ def normalize_rewards(
     if rewards.ndim != 1:
         raise ValueError(f"rewards have shape {tuple(rewards.shape)}; expected one per row, (B,)")
     check_finite(rewards, name="rewards")
-    # Statistics in float64: in float32 the rounding of a mean, divided by 1e-6, looks like a reward.
+    # Statistics in float64: in float32 the rounding of a mean, divided by 1e-6, looks like a
+    # reward.
     r = rewards.double()
     out = r
     if mean == "leave_one_out":
@@ -129,7 +136,8 @@ def normalize_rewards(
 def _moments(
     r: Tensor, scope: str, groups: Tensor | None, running: RunningMoments | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation (ddof 1, 0 for a single value) and count for each row, broadcastable to (B,)."""
+    """Mean, standard deviation (ddof 1, 0 for a single value) and count for each row, broadcastable
+    to (B,)."""
     if scope == "running":
         if running is None:
             raise ValueError(
@@ -156,7 +164,8 @@ def _moments(
 
 
 def zero_std_group_frac(rewards: Tensor, groups: Tensor) -> float:
-    """Share of groups whose rewards are all equal (a group of one included): nothing in them is better or worse."""
+    """Share of groups whose rewards are all equal (a group of one included): nothing in them is
+    better or worse."""
     if not len(rewards):
         return 0.0
     _, std, count = _moments(rewards.double(), "group", groups, None)
@@ -173,14 +182,16 @@ def check_clip(limit: float | None, name: str) -> None:
 def clip_symmetric(
     values: Tensor, limit: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """Clamp to [-limit, limit]. Returns the result and the share of (valid) entries that it changed; None: no limit."""
+    """Clamp to [-limit, limit]. Returns the result and the share of (valid) entries that it
+    changed; None: no limit."""
     if limit is None:
         return values, 0.0
     return values.clamp(-limit, limit), clip_fraction(values, -limit, limit, mask).item()
 
 
 def place_at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """Put each row's reward on its last valid token: (B,) to (B, T), 0 elsewhere; an empty row gets nothing.
+    """Put each row's reward on its last valid token: (B,) to (B, T), 0 elsewhere; an empty row gets
+    nothing.
 
     Example: rewards [5, 7], mask [[0, 1, 1, 0], [0, 0, 0, 0]] -> [[0, 0, 5, 0], [0, 0, 0, 0]].
     """
@@ -196,7 +207,8 @@ def place_at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def difficulty_mask(scores_B: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
-    """Keep the rows of groups whose mean score lies strictly between `low` and `high`; groups of one are kept."""
+    """Keep the rows of groups whose mean score lies strictly between `low` and `high`; groups of
+    one are kept."""
     mean_B, _, count_B = _moments(scores_B.double(), "group", groups, None)
     return ((mean_B > low) & (mean_B < high)) | (count_B < 2)
 
@@ -207,10 +219,12 @@ def max_length_mask(mask_BT: Tensor, max_length: int) -> Tensor:
 
 
 def overlong_mask(scores_B: Tensor, mask_BT: Tensor, threshold: float) -> Tensor:
-    """Keep correct rows (score 1), and wrong ones (score 0) shorter than `threshold` tokens; no other score is kept."""
+    """Keep correct rows (score 1), and wrong ones (score 0) shorter than `threshold` tokens; no
+    other score is kept."""
     return (scores_B == 1) | ((scores_B == 0) & (mask_BT.bool().sum(-1) < threshold))
 
 
 def row_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean over the non-empty rows of each row's mean over its valid tokens; 0 if all rows are empty."""
+    """Mean over the non-empty rows of each row's mean over its valid tokens; 0 if all rows are
+    empty."""
     return masked_mean(masked_mean(values_BT, mask_BT, dim=-1), mask_BT.bool().any(-1))

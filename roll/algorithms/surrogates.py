@@ -1,7 +1,8 @@
-"""Policy losses of a token: what is done with its importance ratio. The only place that knows them by name.
+"""Policy losses of a token: what is done with its importance ratio. The only place that knows them
+by name.
 
-`pg_variant` in a config is a key of POLICY_LOSSES or the dotted path of a `Surrogate` in a module of
-your own (docs/custom-loss.md). Configs read the table too, so this module imports no torch.
+`pg_variant` in a config is a key of POLICY_LOSSES or the dotted path of a `Surrogate` in a module
+of your own (docs/custom-loss.md). Configs read the table too, so this module imports no torch.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ class Surrogate(Protocol):
     def high(self) -> float | None: ...
 
     def __call__(self, terms: TokenTerms) -> tuple[Tensor, Tensor | None]:
-        """(loss_BT, clipped_BT): the loss to minimise, and where a bound decided it (None: nowhere)."""
+        """(loss_BT, clipped_BT): the loss to minimise, and where a bound decided it (None:
+        nowhere)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOClip:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv:1707.06347; unequal: arXiv:2503.14476).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv:1707.06347; unequal:
+    arXiv:2503.14476).
 
-    For A < 0 that has no upper bound; `dual_clip` = c > 1 limits it to -c A (arXiv:1912.09729). As in
-    ROLL, the dual clip does not count as clipped.
+    For A < 0 that has no upper bound; `dual_clip` = c > 1 limits it to -c A (arXiv:1912.09729). As
+    in ROLL, the dual clip does not count as clipped.
     """
 
     clip_low: float = 0.2
@@ -62,8 +65,8 @@ class PPOClip:
 
     @classmethod
     def from_config(cls, pipeline_config: Any, worker_config: Any) -> PPOClip:
-        """`pg_clip_low`, `pg_clip_high` if `use_pg_clip_range`, else `pg_clip` for both. The dual clip
-        is `dual_clip_c`, else ROLL's 1 + 2 pg_clip (1 + 2 pg_clip_high without `pg_clip`)."""
+        """`pg_clip_low`, `pg_clip_high` if `use_pg_clip_range`, else `pg_clip` for both. The dual
+        clip is `dual_clip_c`, else ROLL's 1 + 2 pg_clip (1 + 2 pg_clip_high without `pg_clip`)."""
         config, clip = pipeline_config, pipeline_config.pg_clip
         if config.use_pg_clip_range:
             low, high = config.pg_clip_low, config.pg_clip_high
@@ -135,7 +138,8 @@ class TruncatedIS:
 
 @dataclass(frozen=True, kw_only=True)
 class CISPO:
-    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p (arXiv:2506.13585): a clipped token still learns.
+    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p (arXiv:2506.13585): a clipped token still
+    learns.
 
     With `drop_clipped` the tokens that PPO would clip (A > 0 above the range, A < 0 below it) are
     left out.
@@ -176,11 +180,12 @@ class CISPO:
 
 @dataclass(frozen=True, kw_only=True)
 class TOPR:
-    """Tapered off-policy REINFORCE (arXiv:2503.14286): -A log p where A > 0, else -sg[min(r, 1)] A log p.
+    """Tapered off-policy REINFORCE (arXiv:2503.14286): -A log p where A > 0, else -sg[min(r, 1)] A
+    log p.
 
-    Good behaviour is imitated however unlikely it has become; bad behaviour is pushed away only while
-    it is likely. The sign of A, the reward after the baseline, separates the two, as in the paper
-    (ROLL: the sign of the raw score).
+    Good behaviour is imitated however unlikely it has become; bad behaviour is pushed away only
+    while it is likely. The sign of A, the reward after the baseline, separates the two, as in the
+    paper (ROLL: the sign of the raw score).
     """
 
     positive_weight: float = 1.0
@@ -205,8 +210,8 @@ class TOPR:
 class KimiK15:
     """-A log p + tau/2 (log p - log p_old)^2 (arXiv:2501.12599, eq. 3): a square holds the policy.
 
-    As in ROLL, the square is that of each token, whatever the ratio type: a mean over tokens would let
-    opposite moves cancel, and the policy could go anywhere at no cost.
+    As in ROLL, the square is that of each token, whatever the ratio type: a mean over tokens would
+    let opposite moves cancel, and the policy could go anywhere at no cost.
     """
 
     tau: float = 0.1
@@ -249,7 +254,8 @@ def get_policy_loss(name: str | None) -> Any:
 
 
 def surrogate_of(pipeline_config: Any, worker_config: Any) -> Surrogate:
-    """The surrogate that `worker_config.pg_variant` names: PPO's where it is None or not a field."""
+    """The surrogate that `worker_config.pg_variant` names: PPO's where it is None or not a
+    field."""
     found = get_policy_loss(getattr(worker_config, "pg_variant", None))
     if not isinstance(found, type):
         return found

@@ -1,4 +1,5 @@
-"""The loss of a critic: squared error of the predicted values, optionally clipped around the old predictions."""
+"""The loss of a critic: squared error of the predicted values, optionally clipped around the old
+predictions."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from roll.algorithms.masking import check_mask, select
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The loss and four statistics, all aggregated in the same way over the counts of the whole step."""
+    """The loss and four statistics, all aggregated in the same way over the counts of the whole
+    step."""
 
     loss: Tensor
     error: Tensor  # squared error, unclipped
@@ -34,8 +36,8 @@ def value_loss(
 ) -> ValueLoss:
     """0.5 (V - R)^2, aggregated over tokens. All tensors (B, T).
 
-    With `clip` = c the loss of a token is the larger of that and 0.5 (clip(V, V_old - c, V_old + c) - R)^2, so that a
-    step further than c from the old prediction earns nothing.
+    With `clip` = c the loss of a token is the larger of that and 0.5 (clip(V, V_old - c, V_old + c)
+    - R)^2, so that a step further than c from the old prediction earns nothing.
     """
     if clip is not None and not clip >= 0:
         raise ValueError(f"the value clip must not be negative, got {clip}; None turns it off")

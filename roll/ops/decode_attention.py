@@ -1,11 +1,16 @@
-"""Attention of one new token of every row to the tokens before it, whose number only the device needs to know."""
+"""Attention of one new token of every row to the tokens before it, whose number only the device
+knows.
+
+By hand because torch's attention wants the number of tokens on the host, which a recorded graph of
+a GPU's work cannot give.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from roll.ops.kernels import triton_module
+from roll.ops.gpu import triton_module
 
 
 def has_decode_kernel() -> bool:
@@ -20,11 +25,11 @@ def decode_attention(
     stop: Tensor,
     scale: float,
 ) -> Tensor:
-    """softmax(scale q k) v over columns first_R[r] to stop[0] - 1 of row r; the others may hold anything. (R, H, D).
+    """softmax(scale q k) v over columns first_R[r] to stop[0] - 1 of row r, (R, H, D).
 
-    K heads of keys and values serve H = K G heads of the query, G next to each other each. On a GPU one kernel reads
-    every key and value once, by as many columns as there are, and nothing is read by the host, so that it can be part
-    of a recorded graph.
+    The other columns may hold anything. K heads of keys and values serve H = K G heads of the
+    query, G next to each other each. On a GPU one kernel reads every key and value once, by as many
+    columns as there are.
     """
     num_heads, num_kv_heads = query_RHD.shape[1], keys_RKTD.shape[1]
     if num_heads % num_kv_heads:

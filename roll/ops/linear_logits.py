@@ -1,4 +1,5 @@
-"""Logits that are not built: hidden states together with the head that would turn them into logits."""
+"""Logits that are not built: hidden states together with the head that would turn them into
+logits."""
 
 from __future__ import annotations
 
@@ -15,23 +16,24 @@ RowIndex = int | slice | Tensor | list[int]
 
 @dataclass(frozen=True, eq=False)
 class LinearLogits:
-    """What a model's head returns in place of logits: `cap(scale * (hidden @ weight.T + bias))`, not computed yet.
+    """What a head returns in place of logits: `cap(scale * (hidden @ weight.T + bias))`, not
+    computed yet.
 
-    With V = 151,936 the logits of 8,192 tokens take 2.3 GiB in bfloat16 and their float32 log-softmax 4.6 GiB more;
-    the hidden states of a 7B model take 0.05 GiB. `roll.ops.log_probs.next_token_log_probs` accepts this object
-    wherever it accepts logits, and gradients reach `hidden`, `weight` and `bias` (a tied weight just gets two
-    contributions). It is a pytree node, so it passes through the hooks of FSDP2, and a dataclass, so it passes
-    through those of DDP.
+    With V = 151,936 the logits of 8,192 tokens take 2.3 GiB in bfloat16 and their float32
+    log-softmax 4.6 GiB more; the hidden states of a 7B model take 0.05 GiB. `next_token_log_probs`
+    accepts this object wherever it accepts logits, and gradients reach `hidden`, `weight` and
+    `bias`. It is a pytree node, so it passes through the hooks of FSDP2, and a dataclass, so it
+    passes through those of DDP.
 
     hidden:      (..., H), usually (B, S, H)
     weight:      (V, H), the head's weight as `torch.nn.Linear` keeps it
     bias:        (V,) or None
-    scale:       multiplies the products and the bias (Cohere's `logit_scale`, Granite's `1 / logits_scaling`)
-    soft_cap:    cap(x) = soft_cap * tanh(x / soft_cap) (Gemma's `final_logit_softcapping`), None for none
-    vocab_size:  rows of `weight` beyond it pad the vocabulary to a round size: they never enter the softmax, and
-                 their gradient is zero; None for none
-    weight_sum, bias_sum: where the operators of `roll.ops` add the gradients of weight and bias instead of handing them
-                 to autograd; None to hand them over
+    scale:       multiplies the logits (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`)
+    soft_cap:    cap(x) = soft_cap * tanh(x / soft_cap) (Gemma's `final_logit_softcapping`), or None
+    vocab_size:  rows of `weight` beyond it pad the vocabulary to a round size: they never enter the
+                 softmax, and their gradient is zero; None for none
+    weight_sum, bias_sum: where the operators of `roll.ops` add the gradients of weight and bias
+                 instead of handing them to autograd; None to hand them over
     """
 
     hidden: Tensor
@@ -58,34 +60,35 @@ class LinearLogits:
         return self.hidden.dtype
 
     def __getitem__(self, index: RowIndex | tuple[RowIndex, ...]) -> LinearLogits:
-        """The same head on some positions: `output[2:4]`, `output[:, :-1]`, `output[mask]`. Never the vocabulary."""
+        """The same head on some positions: `output[2:4]`, `output[mask]`. Never the vocabulary."""
         parts = index if isinstance(index, tuple) else (index,)
         used = 0
         for part in parts:
             if part is None or part is Ellipsis:
                 raise IndexError(
-                    f"LinearLogits takes no {part} in an index: it slices positions, so name their axes"
+                    f"LinearLogits takes no {part} in an index: it slices positions, so name "
+                    "their axes"
                 )
             used += part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
         if used > self.hidden.ndim - 1:
             raise IndexError(
-                f"index {index!r} reaches into the vocabulary of LinearLogits with shape {tuple(self.shape)}; "
-                f"only its first {self.hidden.ndim - 1} axes can be indexed, or call .materialize() first"
+                f"index {index!r} reaches into the vocabulary of LinearLogits with shape "
+                f"{tuple(self.shape)}; only its first {self.hidden.ndim - 1} axes can be indexed, "
+                "or call .materialize() first"
             )
         return replace(self, hidden=self.hidden[index])
 
     def materialize(self) -> Tensor:
-        """The logits themselves, (..., vocab_size), differentiable: the plain way, for small shapes and for tests."""
-        weight, bias = self.weight, self.bias
-        if self.vocab_size is not None:
-            weight = weight[: self.vocab_size]
-            bias = None if bias is None else bias[: self.vocab_size]
-        logits = F.linear(self.hidden, weight, bias)
+        """The logits themselves, (..., vocab_size), differentiable: for small shapes and for
+        tests."""
+        columns = self.shape[-1]
+        bias = None if self.bias is None else self.bias[:columns]
+        logits = F.linear(self.hidden, self.weight[:columns], bias)
         if self.scale != 1.0:
             logits = logits * self.scale
-        return (
-            logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-        )
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
 TENSORS = ("hidden", "weight", "bias", "weight_sum", "bias_sum")
@@ -102,13 +105,9 @@ def unflatten_parts(tensors: Any, numbers: Any) -> dict[str, Any]:
     return dict(zip((*TENSORS, *NUMBERS), (*tensors, *numbers), strict=True))
 
 
-def _unflatten(tensors: Any, numbers: Any) -> LinearLogits:
-    return LinearLogits(**unflatten_parts(tensors, numbers))
-
-
 pytree.register_pytree_node(
     LinearLogits,
     flatten_linear_logits,
-    _unflatten,
+    lambda tensors, numbers: LinearLogits(**unflatten_parts(tensors, numbers)),
     serialized_type_name=f"{LinearLogits.__module__}.{LinearLogits.__qualname__}",
 )

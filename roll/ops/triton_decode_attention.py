@@ -1,7 +1,8 @@
 """A Triton kernel for the attention of one new token of every row: see `roll.ops.decode_attention`.
 
-One program works on one row and one head of its keys, with all heads of the query that look at it: keys and values are
-read once, in tiles, and the softmax is kept relative to the largest score so far.
+One program works on one row and one head of its keys, with all heads of the query that look at it:
+keys and values are read once, in tiles, and the softmax is kept relative to the largest score so
+far.
 """
 
 from __future__ import annotations
@@ -31,28 +32,11 @@ def decode_attention(
     out_RHD = torch.empty(query_RHD.shape, dtype=query_RHD.dtype, device=query_RHD.device)
     num_groups = num_heads // num_kv_heads
     launch: Any = _decode_kernel[(num_rows, num_kv_heads)]
-    with torch.cuda.device_of(
-        query_RHD
-    ):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(query_RHD):  # Triton launches on the current device
         launch(
-            *(
-                query_RHD,
-                *query_RHD.stride(),
-                keys_RKTD,
-                *keys_RKTD.stride(),
-                values_RKTD,
-                *values_RKTD.stride(),
-            ),
-            *(
-                out_RHD,
-                out_RHD.stride(0),
-                out_RHD.stride(1),
-                first_R,
-                stop,
-                scale * _LOG2_E,
-                num_groups,
-                head_dim,
-            ),
+            *(query_RHD, *query_RHD.stride(), keys_RKTD, *keys_RKTD.stride()),
+            *(values_RKTD, *values_RKTD.stride(), out_RHD, *out_RHD.stride()[:2]),
+            *(first_R, stop, scale * _LOG2_E, num_groups, head_dim),
             GROUPS=max(_LEAST, triton.next_power_of_2(num_groups)),
             SIZE=max(_LEAST, triton.next_power_of_2(head_dim)),
             TILE=_TILE,
@@ -63,8 +47,9 @@ def decode_attention(
 
 @triton.jit
 def _decode_kernel(
-    query, query_r, query_h, query_d, keys, keys_r, keys_k, keys_t, keys_d, values, values_r, values_k, values_t,
-    values_d, out, out_r, out_h, first, stop, slope, num_groups, head_dim,
+    query, query_r, query_h, query_d, keys, keys_r, keys_k, keys_t, keys_d,
+    values, values_r, values_k, values_t, values_d, out, out_r, out_h,
+    first, stop, slope, num_groups, head_dim,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -1,8 +1,10 @@
-"""Triton kernels over rows of logits: the statistics of a softmax in one read, its gradient in one read and one write.
+"""Triton kernels over rows of logits: the statistics of a softmax in one read, its gradient in one
+read and one write.
 
-One program works on one row, or on a slice of the vocabulary of one row. A thread holds `_LANE_BYTES` of neighbouring
-logits and keeps its own maximum and sums, so that threads meet only once, at the end of the row. The torch versions in
-`softmax_rows` say what is computed; this module is imported only where there is Triton.
+One program works on one row, or on a slice of the vocabulary of one row. A thread holds
+`_LANE_BYTES` of neighbouring logits and keeps its own maximum and sums, so that threads meet only
+once, at the end of the row. The torch versions in `softmax_rows` say what is computed; this module
+is imported only where there is Triton.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _MINUS_INF = tl.constexpr(float("-inf"))
 _LANE_BYTES = 16  # the widest load of a thread
 # Threads of a program: few for a slice of some thousand columns, many for a whole vocabulary.
 _WARPS = 4
-# How many times a program of the gradient loads. Few: programs that run at the same time then work on memory that lies
-# together, as those of a copy do.
+# How many times a program of the gradient loads. Few: programs that run at the same time then work
+# on memory that lies together, as those of a copy do.
 _GRADIENT_LOADS = 4
 
 
@@ -40,33 +42,25 @@ def statistics_(
     is_last: bool,
     transform: LogitTransform,
 ) -> None:
-    """Adds columns `first_column` and following, raw (R', C), to the sums of R rows; the last slice gives `results`.
+    """Adds columns `first_column` and following, raw (R', C), to the sums of R rows; the last slice
+    gives `results`.
 
-    state: (4, R) float32, rows contiguous: maximum, sum, sum of p log p and label's logit of the columns so far; not
-    read for the first columns. results: log-normaliser, log-probs, entropy, each (R,), written if `is_last`.
-    row_numbers: (R,), which row of `raw` is which, or None for the first R.
+    state: (4, R) float32, rows contiguous: maximum, sum, sum of p log p and label's logit of the
+    columns so far; not read for the first columns. results: log-normaliser, log-probs, entropy,
+    each (R,), written if `is_last`. row_numbers: (R,), which row of `raw` is which, or None for the
+    first R.
     """
     num_rows = state.shape[1]
     if num_rows == 0:
         return
     log_normalizer, log_probs, entropy = results
-    with torch.cuda.device_of(raw):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(raw):  # Triton launches on the current device
         launch: Any = _statistics_kernel[(num_rows,)]
         launch(
-            raw,
-            raw.stride(0),
-            raw.stride(1),
-            row_numbers if row_numbers is not None else raw,
-            labels if labels is not None else raw,
-            state,
-            state.stride(0),
-            log_normalizer,
-            log_probs if log_probs is not None else state,
-            entropy if entropy is not None else state,
-            raw.shape[1],
-            first_column,
-            transform.inner or 0.0,
-            transform.factor,
+            *(raw, *raw.stride(), raw if row_numbers is None else row_numbers),
+            *(raw if labels is None else labels, state, state.stride(0), log_normalizer),
+            *(state if log_probs is None else log_probs, state if entropy is None else entropy),
+            *(raw.shape[1], first_column, transform.inner or 0.0, transform.factor),
             HAS_ROW_NUMBERS=row_numbers is not None,
             HAS_LABELS=labels is not None,
             WITH_ENTROPY=entropy is not None,
@@ -107,7 +101,8 @@ def _join(top, total, moment, new_top, new_total, new_moment, slope, WITH_ENTROP
 
 @triton.jit
 def _absorb(x, top, total, moment, slope, WITH_ENTROPY: tl.constexpr):
-    """Adds x (LANES, VECTOR) to sums (LANES,): in the threads that hold them, without a word to others."""
+    """Adds x (LANES, VECTOR) to sums (LANES,): in the threads that hold them, without a word to
+    others."""
     peak = tl.maximum(top, tl.max(x, axis=1))
     reference = tl.where(peak == _MINUS_INF, 0.0, peak)
     gap = (x - reference[:, None]) * slope
@@ -133,29 +128,12 @@ def _gather_lanes(top, total, moment, slope):
 
 @triton.jit
 def _statistics_kernel(
-    raw,
-    row_stride,
-    column_stride,
-    row_numbers,
-    labels,
-    state,
-    state_stride,
-    log_normalizer,
-    log_probs,
-    entropy,
-    num_columns,
-    first_column,
-    inner,
-    factor,
-    HAS_ROW_NUMBERS: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    IS_LAST: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    raw, row_stride, column_stride, row_numbers, labels, state, state_stride,
+    log_normalizer, log_probs, entropy, num_columns, first_column, inner, factor,
+    HAS_ROW_NUMBERS: tl.constexpr, HAS_LABELS: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    HAS_CAP: tl.constexpr, IS_FIRST: tl.constexpr, IS_LAST: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     source = row.to(tl.int64)
     if HAS_ROW_NUMBERS:
@@ -193,15 +171,11 @@ def _statistics_kernel(
         if not IS_FIRST:
             at_label = tl.where(inside, at_label, tl.load(state + 3 * state_stride + row))
     if not IS_FIRST:
+        old_peak = tl.load(state + row)
+        old_total = tl.load(state + state_stride + row)
+        old_moment = tl.load(state + 2 * state_stride + row)
         peak, row_total, row_moment = _join(
-            tl.load(state + row),
-            tl.load(state + state_stride + row),
-            tl.load(state + 2 * state_stride + row),
-            peak,
-            row_total,
-            row_moment,
-            slope,
-            WITH_ENTROPY,
+            old_peak, old_total, old_moment, peak, row_total, row_moment, slope, WITH_ENTROPY
         )
     if IS_LAST:
         reference = tl.where(peak == _MINUS_INF, 0.0, peak)
@@ -231,9 +205,9 @@ def gradient(
 ) -> None:
     """The gradient of `softmax_rows.row_gradient_` with respect to `raw`, into `out`.
 
-    raw and out: (R', C), columns `first_column` and following, perhaps the same memory. For position i of R,
-    row_numbers[i] and out_row_numbers[i] are its rows there, and slots[i] its entry of `rows`, -1 for a row of zeros;
-    where an argument is None, i itself.
+    raw and out: (R', C), columns `first_column` and following, perhaps the same memory. For
+    position i of R, row_numbers[i] and out_row_numbers[i] are its rows there, and slots[i] its
+    entry of `rows`, -1 for a row of zeros; where an argument is None, i itself.
     """
     num_rows = next(
         (len(n) for n in (slots, row_numbers, out_row_numbers) if n is not None), out.shape[0]
@@ -245,30 +219,15 @@ def gradient(
     has_labels, with_entropy = rows.log_probs is not None, rows.entropy is not None
     lanes, vector = _WARPS * 32, _LANE_BYTES // raw.element_size()
     pieces = triton.cdiv(out.shape[1], _GRADIENT_LOADS * lanes * vector)
-    with torch.cuda.device_of(raw):  # Triton launches on the current device, which may be another
+    numbers = (unused if part is None else part for part in (slots, row_numbers, out_row_numbers))
+    of_labels = (statistics.log_probs, rows.labels, rows.log_probs) if has_labels else (unused,) * 3
+    of_entropy = (statistics.entropy, rows.entropy) if with_entropy else (unused,) * 2
+    with torch.cuda.device_of(raw):  # Triton launches on the current device
         launch: Any = _gradient_kernel[(num_rows * pieces,)]
         launch(
-            raw,
-            raw.stride(0),
-            raw.stride(1),
-            out,
-            out.stride(0),
-            out.stride(1),
-            unused if slots is None else slots,
-            unused if row_numbers is None else row_numbers,
-            unused if out_row_numbers is None else out_row_numbers,
-            statistics.log_normalizer,
-            statistics.log_probs if has_labels else unused,
-            statistics.entropy if with_entropy else unused,
-            rows.labels if has_labels else unused,
-            rows.log_probs if has_labels else unused,
-            rows.entropy if with_entropy else unused,
-            out.shape[1],
-            pieces,
-            first_column,
-            transform.inner or 0.0,
-            transform.factor,
-            transform.slope,
+            *(raw, *raw.stride(), out, *out.stride(), *numbers, statistics.log_normalizer),
+            *(*of_labels, *of_entropy, out.shape[1], pieces, first_column),
+            *(transform.inner or 0.0, transform.factor, transform.slope),
             HAS_SLOTS=slots is not None,
             HAS_ROW_NUMBERS=row_numbers is not None,
             HAS_OUT_ROW_NUMBERS=out_row_numbers is not None,
@@ -303,18 +262,9 @@ def _label_gradient(
 
 @triton.jit
 def _entry_gradient(
-    raw,
-    is_label,
-    inner,
-    factor,
-    normalizer,
-    constant,
-    per_log_prob,
-    at_label,
-    HAS_LABELS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-):
+    raw, is_label, inner, factor, normalizer, constant, per_log_prob, at_label,
+    HAS_LABELS: tl.constexpr, HAS_CAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+):  # fmt: skip
     log_p = (_squash(raw, inner, HAS_CAP) * factor - normalizer) * _LOG2_E
     weight = constant
     if WITH_ENTROPY:
@@ -331,37 +281,14 @@ def _entry_gradient(
 
 @triton.jit
 def _gradient_kernel(
-    raw,
-    raw_row_stride,
-    raw_column_stride,
-    out,
-    out_row_stride,
-    out_column_stride,
-    slots,
-    row_numbers,
-    out_row_numbers,
-    log_normalizer,
-    log_probs,
-    entropies,
-    labels,
-    grad_log_probs,
-    grad_entropies,
-    num_columns,
-    pieces,
-    first_column,
-    inner,
-    factor,
-    slope,
-    HAS_SLOTS: tl.constexpr,
-    HAS_ROW_NUMBERS: tl.constexpr,
-    HAS_OUT_ROW_NUMBERS: tl.constexpr,
-    HAS_LABELS: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    LOADS: tl.constexpr,
-):
+    raw, raw_row_stride, raw_column_stride, out, out_row_stride, out_column_stride,
+    slots, row_numbers, out_row_numbers, log_normalizer,
+    log_probs, labels, grad_log_probs, entropies, grad_entropies,
+    num_columns, pieces, first_column, inner, factor, slope,
+    HAS_SLOTS: tl.constexpr, HAS_ROW_NUMBERS: tl.constexpr, HAS_OUT_ROW_NUMBERS: tl.constexpr,
+    HAS_LABELS: tl.constexpr, WITH_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr, LOADS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) // pieces
     BLOCK: tl.constexpr = LANES * VECTOR
     offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -410,8 +337,9 @@ def _gradient_kernel(
             )
         for start in range(begin, num_whole, BLOCK):
             x = tl.load(base + (start + offsets) * raw_column_stride).to(tl.float32)
+            is_label = start + offsets == label
             grad = _entry_gradient(
-                x, start + offsets == label, inner, factor, normalizer, constant, per_log_prob, at_label,
+                x, is_label, inner, factor, normalizer, constant, per_log_prob, at_label,
                 HAS_LABELS, HAS_CAP, WITH_ENTROPY,
             )  # fmt: skip
             tl.store(target + (start + offsets) * out_column_stride, grad.to(out.dtype.element_ty))
@@ -420,8 +348,9 @@ def _gradient_kernel(
             x = tl.load(base + (start + offsets) * raw_column_stride, mask=inside, other=0.0).to(
                 tl.float32
             )
+            is_label = start + offsets == label
             grad = _entry_gradient(
-                x, start + offsets == label, inner, factor, normalizer, constant, per_log_prob, at_label,
+                x, is_label, inner, factor, normalizer, constant, per_log_prob, at_label,
                 HAS_LABELS, HAS_CAP, WITH_ENTROPY,
             )  # fmt: skip
             tl.store(

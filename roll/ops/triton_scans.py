@@ -1,8 +1,9 @@
-"""Triton kernels over the tokens of a row: first-order recurrences over masks with gaps, and means over runs of a mask.
+"""Triton kernels over the tokens of a row: first-order recurrences over masks with gaps, and means
+over runs of a mask.
 
-Tokens are worked on in tiles; what a tile hands to the next is one number, or two. State is float64 as in the torch
-versions (`reverse_scan`, `segment_mean`), which say what is computed; this module is imported only where there is
-Triton.
+Tokens are worked on in tiles; what a tile hands to the next is one number, or two. State is float64
+as in the torch versions (`roll.ops.scans`), which say what is computed; this module is imported
+only where there is Triton.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _PER_THREAD = 8
 # Added to the count of what begins a run, or lies between runs: sums before it do not go on.
 CUT = tl.constexpr(1 << 30)
 FROM_LEFT, FROM_RIGHT = tl.constexpr(False), tl.constexpr(True)
-# A row is cut into pieces, each for a program of its own, when there are too few rows to keep a GPU busy.
+# A row is cut into pieces, each for a program of its own, when there are too few rows to keep a GPU
+# busy.
 _ENOUGH_ROWS = 256
 _PROGRAMS = 2048
 _MAX_PIECES = 128
@@ -35,10 +37,11 @@ def tile_shape(width: int) -> dict[str, int]:
 def discounted_sums(
     rewards_BT: Tensor, values_BT: Tensor | None, mask_BT: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor | None, Tensor]:
-    """(advantages, returns) of `roll.algorithms.advantages.gae`; without values (None, discounted returns), lam being 1.
+    """(advantages, returns) of `roll.algorithms.advantages.gae`; without values (None, discounted
+    returns), lam being 1.
 
-    With E[t] = gamma V[t] + gamma lam A[t], both come from one recurrence: A[t] = r[t] - V[t] + E[t'], and
-    E[t] = gamma lam r[t] + gamma (1 - lam) V[t] + gamma lam E[t'].
+    With E[t] = gamma V[t] + gamma lam A[t], both come from one recurrence: A[t] = r[t] - V[t] +
+    E[t'], and E[t] = gamma lam r[t] + gamma (1 - lam) V[t] + gamma lam E[t'].
     """
     num_rows, width = mask_BT.shape
     dtype = torch.promote_types(rewards_BT.dtype, torch.float32)
@@ -48,35 +51,25 @@ def discounted_sums(
         return advantages_BT, returns_BT
     options = tile_shape(width)
     tiles = triton.cdiv(width, options["TILE"])
-    pieces = (
-        1 if num_rows >= _ENOUGH_ROWS else min(tiles, _MAX_PIECES, max(1, _PROGRAMS // num_rows))
-    )
+    pieces = 1
+    if num_rows < _ENOUGH_ROWS:
+        pieces = min(tiles, _MAX_PIECES, max(1, _PROGRAMS // num_rows))
     piece_tiles = triton.cdiv(tiles, pieces)
     pieces = triton.cdiv(tiles, piece_tiles)
-    # Of every piece the map from the state behind it to the state before it: a factor and a summand.
-    maps = (
-        torch.empty(num_rows, 2, pieces, dtype=torch.float64, device=mask_BT.device)
-        if pieces > 1
-        else returns_BT
-    )
+    # Of every piece the map from the state behind it to the state before it: a factor and a
+    # summand.
+    maps = returns_BT
+    if pieces > 1:
+        maps = torch.empty(num_rows, 2, pieces, dtype=torch.float64, device=mask_BT.device)
     values = rewards_BT if values_BT is None else values_BT
     mask = mask_BT.view(torch.uint8)
     arguments = (
         *(rewards_BT, *rewards_BT.stride(), values, *values.stride(), mask, *mask.stride()),
-        *(
-            maps,
-            returns_BT if advantages_BT is None else advantages_BT,
-            returns_BT,
-            width,
-            piece_tiles,
-            pieces,
-        ),
-        *(*_two_floats(gamma), *_two_floats(gamma * lam)),
+        *(maps, returns_BT if advantages_BT is None else advantages_BT, returns_BT),
+        *(width, piece_tiles, pieces, *_two_floats(gamma), *_two_floats(gamma * lam)),
     )
     launch: Any = _recurrence_kernel[(num_rows, pieces)]
-    with torch.cuda.device_of(
-        mask_BT
-    ):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(mask_BT):  # Triton launches on the current device
         for is_first_pass in (True, False) if pieces > 1 else (False,):
             launch(
                 *arguments,
@@ -91,8 +84,8 @@ def discounted_sums(
 def segment_means(
     x_BT: Tensor, mask_BT: Tensor, keep_BT: Tensor | None, *, backward: bool
 ) -> Tensor:
-    """For every run of the mask: the sum of its kept entries of x over their number, on the whole run. `backward`: the
-    sum of all its entries over the number of kept ones, on the kept ones."""
+    """For every run of the mask: the sum of its kept entries of x over their number, on the whole
+    run. `backward`: the sum of all its entries over the number of kept ones, on the kept ones."""
     out_BT = torch.empty(x_BT.shape, dtype=x_BT.dtype, device=x_BT.device)
     if out_BT.numel() == 0:
         return out_BT
@@ -101,16 +94,8 @@ def segment_means(
     launch: Any = _segment_mean_kernel[(len(x_BT),)]
     with torch.cuda.device_of(x_BT):
         launch(
-            *(
-                x_BT,
-                *x_BT.stride(),
-                mask,
-                *mask.stride(),
-                keep,
-                *keep.stride(),
-                out_BT,
-                x_BT.shape[1],
-            ),
+            *(x_BT, *x_BT.stride(), mask, *mask.stride(), keep, *keep.stride()),
+            *(out_BT, x_BT.shape[1]),
             HAS_KEEP=keep_BT is not None,
             BACKWARD=backward,
             STATE=tl.float64 if x_BT.dtype == torch.float64 else tl.float32,
@@ -142,8 +127,9 @@ def add_in_run(count, total, next_count, next_total):
 
 @triton.jit
 def sums_in_runs(kept, summand, goes_on, run_count, run_total, REVERSE: tl.constexpr):
-    """(number of kept ones, sum) from the start of its run up to each token (REVERSE: from the end), the run having
-    begun with `run_count` and `run_total` in an earlier tile where `goes_on` never failed so far."""
+    """(number of kept ones, sum) from the start of its run up to each token (REVERSE: from the
+    end), the run having begun with `run_count` and `run_total` in an earlier tile where `goes_on`
+    never failed so far."""
     marks = kept.to(tl.int32) + tl.where(goes_on, 0, CUT)
     marks, totals = tl.associative_scan((marks, summand), 0, add_in_run, reverse=REVERSE)
     since_cut = marks >= CUT
@@ -192,7 +178,8 @@ def _recurrence_kernel(
     gamma_high, gamma_low, decay_high, decay_low,
     HAS_VALUES: tl.constexpr, MAPS_ONLY: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one row, from its last tile to its first. `state` is E of the next valid token, see above."""
+    """One piece of one row, from its last tile to its first. `state` is E of the next valid token,
+    see above."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     rewards += row * rewards_b
@@ -245,7 +232,8 @@ def _segment_mean_kernel(
     x, x_b, x_t, mask, mask_b, mask_t, keep, keep_b, keep_t, out, width,
     HAS_KEEP: tl.constexpr, BACKWARD: tl.constexpr, STATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row: forwards to find the mean of each run, which is left at the run's end, and backwards to spread it."""
+    """One row: forwards to find the mean of each run, which is left at the run's end, and backwards
+    to spread it."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_b
     mask += row * mask_b

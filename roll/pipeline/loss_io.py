@@ -106,8 +106,8 @@ def sampling_metrics(
 def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The gap between sampling and training at the first update, under the names of the run's log.
 
-    `rollout/logprob_gap/mean` and `/max` are |log p_train - log p_sampling| over response tokens. {}
-    where the engine gave no log-probabilities.
+    `rollout/logprob_gap/mean` and `/max` are |log p_train - log p_sampling| over response tokens.
+    {} where the engine gave no log-probabilities.
     """
     reduced = reduce_metrics(
         {key: value for key, value in metrics.items() if key.startswith("actor/first_")}
@@ -121,8 +121,8 @@ def first_update_report(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def report(metrics: Mapping[str, Scalar], valid: Tensor) -> Metrics:
-    """The metrics of a loss: floats, or on a GPU tensors, which the strategy brings to the host at the
-    end of the step, those of all micro-batches in one transfer (`bring_to_host`).
+    """The metrics of a loss: floats, or on a GPU tensors, which the strategy brings to the host at
+    the end of the step, those of all micro-batches in one transfer (`bring_to_host`).
 
     `valid` is the mask that they are about: extremes and means of nothing are left out.
     """

@@ -9,7 +9,7 @@ from loss_cases import GARBAGE, padded, poisoned, random_mask
 from torch import Tensor
 
 from roll.algorithms.advantages import discounted_returns, gae, turn_discounted_returns
-from roll.ops import segments
+from roll.ops import scans
 
 R = torch.tensor([[1.0, 2.0, 9.0, 4.0]])
 V = torch.tensor([[0.5, 1.0, 7.0, 2.0]])
@@ -295,7 +295,7 @@ def test_shape_mismatch_names_the_tensor():
 def test_many_rows_are_split_into_chunks_without_a_seam(monkeypatch):
     rewards, values, mask = case(9, rows=7, width=11)
     whole = [fn(rewards, values, mask, 0.9, 0.8) for fn in FUNCTIONS.values()]
-    monkeypatch.setattr(segments, "CPU_CHUNK", 22)  # two rows at a time
+    monkeypatch.setattr(scans, "CPU_CHUNK", 22)  # two rows at a time
     assert all(
         equal(a, fn(rewards, values, mask, 0.9, 0.8))
         for a, fn in zip(whole, FUNCTIONS.values(), strict=True)

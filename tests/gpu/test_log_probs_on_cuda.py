@@ -13,10 +13,9 @@ pytest.importorskip("triton")
 from kernel_checks import TRANSFORMS, check_rows, random_logits
 
 from roll.ops import softmax_rows
-from roll.ops.linear_log_probs import linear_log_probs
+from roll.ops.linear_log_probs import linear_log_probs, loss_in_parts
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import log_probs_and_entropy, next_token_log_probs
-from roll.ops.loss_in_parts import loss_in_parts
 from roll.ops.softmax_rows import LogitTransform, PieceLimits
 
 pytestmark = [

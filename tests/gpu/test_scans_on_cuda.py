@@ -14,7 +14,7 @@ from roll.algorithms.advantages import discounted_returns, gae, turn_discounted_
 from roll.algorithms.policy_loss import RATIO_TYPES, policy_loss
 from roll.algorithms.surrogates import POLICY_LOSSES, PPOClip
 from roll.ops import triton_scans
-from roll.ops.segment_mean import segment_mean
+from roll.ops.scans import segment_mean
 from roll.pipeline.loss_io import policy_metrics, report
 from roll.utils.metrics.reduction import bring_to_host
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from log_probs_reference import TensorWatch, relative_error
 from torch import Tensor
 
+from roll.ops.linear_log_probs import loss_in_parts
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
-from roll.ops.loss_in_parts import loss_in_parts
 
 KEEP_ALL = 1 << 40
 NAMES = ("hidden", "weight", "bias")

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from roll.ops.reverse_scan import DiscountedCumsum, reverse_scan, reverse_scan_runs
-from roll.ops.segments import Runs, map_valid_tokens
+from roll.ops.scans import (
+    DiscountedCumsum,
+    Runs,
+    map_valid_tokens,
+    reverse_scan,
+    reverse_scan_runs,
+)
 
 MASK = torch.tensor(
     [[False, True, True, False, True], [True, False, False, False, False], [False] * 5]

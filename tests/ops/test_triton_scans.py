@@ -11,8 +11,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from scan_checks import LAYOUTS, check_recurrences, check_segment_means, random_rows
 
-from roll.ops import reverse_scan, segment_mean, triton_scans
-from roll.ops.reverse_scan import advantage_scan
+from roll.ops import scans, triton_scans
+from roll.ops.scans import advantage_scan
 
 SHAPES = [(1, 1), (3, 5), (2, 16), (1, 17), (3, 70)]  # tiles of 16
 
@@ -74,8 +74,7 @@ def test_the_kernels_give_the_bits_of_the_plain_version() -> None:
 
 
 def test_the_functions_use_the_kernels_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reverse_scan, segment_mean):
-        monkeypatch.setattr(module, "scan_kernels", lambda tensor: triton_scans)
+    monkeypatch.setattr(scans, "scan_kernels", lambda tensor: triton_scans)
     rewards, values, mask = random_rows(3, 20, seed=6, device="cpu")
     calls = []
     for name in ("discounted_sums", "segment_means"):
@@ -87,7 +86,7 @@ def test_the_functions_use_the_kernels_where_there_are_any(monkeypatch: pytest.M
         )
     values.requires_grad_()
     assert not any(x.requires_grad for x in advantage_scan(rewards, values, mask, 0.9, 0.8))
-    reverse_scan.reverse_scan(rewards, mask, 0.9)
-    segment_mean.segment_mean(values, mask).sum().backward()
+    scans.reverse_scan(rewards, mask, 0.9)
+    scans.segment_mean(values, mask).sum().backward()
     assert calls == ["discounted_sums", "discounted_sums", "segment_means", "segment_means"]
     torch.testing.assert_close(values.grad, mask.float())

@@ -9,7 +9,7 @@ so nothing is averaged, and the number of micro-batches or ranks appears nowhere
 Log-probs from hidden states take one matrix product forward and three backward, one of which makes
 the same logits again. Here the logits of a micro-batch are kept for its backward as far as
 `strategy_config.keep_logits_gib` goes, and where all fit, the head costs three products. Where they
-do not, the head is trained some rows at a time, one pass over each (`roll.ops.loss_in_parts`): three
+do not, the head is trained some rows at a time, one pass over each (`loss_in_parts`): three
 products again. That is so for any loss, because losses add up over rows.
 """
 
@@ -46,9 +46,9 @@ from roll.models.checkpoint import (
     save_training,
     write_optimizer,
 )
+from roll.ops.linear_log_probs import loss_in_parts
 from roll.ops.linear_logits import LinearLogits
 from roll.ops.log_probs import next_token_log_probs
-from roll.ops.loss_in_parts import loss_in_parts
 from roll.ops.softmax_rows import accumulation_dtype
 from roll.utils.columns import loss_mask
 from roll.utils.metrics.reduction import append_to_dict, bring_to_host

@@ -1,4 +1,5 @@
-"""The policy loss of RLVR pipelines: one prompt and one answer in a row, rows dropped by masks or weighted."""
+"""The policy loss of RLVR pipelines: one prompt and one answer in a row, rows dropped by masks or
+weighted."""
 
 from numbers import Real
 from typing import Any
@@ -18,12 +19,13 @@ SAMPLE_WEIGHTS = "sample_weights"
 
 
 def compute_sample_weights(data: DataProto, pipeline_config: Any) -> Tensor:
-    """Weights of the rows, (B,), mean 1 over the rows that are trained on: more for difficult prompts
-    (`difficulty_loss_weight`, from the column `difficulty` in [0, 1]) and for short answers
+    """Weights of the rows, (B,), mean 1 over the rows that are trained on: more for difficult
+    prompts (`difficulty_loss_weight`, from the column `difficulty` in [0, 1]) and for short answers
     (`length_loss_weight`).
 
     The pipeline calls this on the whole batch and keeps the result as the column `sample_weights`.
-    ROLL normalises inside each micro-batch, which makes the gradient depend on how the batch is cut.
+    ROLL normalises inside each micro-batch, which makes the gradient depend on how the batch is
+    cut.
     """
     mask_BT = loss_mask(data, _mask_key(data))
     difficulty_B = None
@@ -45,7 +47,8 @@ def compute_sample_weights(data: DataProto, pipeline_config: Any) -> Tensor:
 
 
 class ActorWorker(BaseActorWorker):
-    """An actor with row weights and an importance ratio per token, run or row (`importance_sampling`)."""
+    """An actor with row weights and an importance ratio per token, run or row
+    (`importance_sampling`)."""
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
         """(weighted PPO + KL) * rl_loss_coef - entropy, on the tokens of `final_response_mask`.

@@ -1,8 +1,8 @@
 """Metrics from the device to the host, and many values of a metric to one number.
 
-A metric says how it reduces by a tag at the end of its name: `actor/pg_loss@sum`, `actor/ratio_max@max`.
-Without a tag it is averaged. (ROLL also guesses from endings such as `_max` and `_sum`, which catches
-metrics that merely end so.)
+A metric says how it reduces by a tag at the end of its name: `actor/pg_loss@sum`,
+`actor/ratio_max@max`. Without a tag it is averaged. (ROLL also guesses from endings such as `_max`
+and `_sum`, which catches metrics that merely end so.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,8 @@ HISTORY_REDUCERS: dict[str, Callable[[np.ndarray], Any]] = {
 def bring_to_host(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The metrics of several losses with floats for 0-d tensors, all of them in one transfer.
 
-    Extremes and means of a report whose NUM_VALID is 0 do not exist and are left out; NUM_VALID is too.
+    Extremes and means of a report whose NUM_VALID is 0 do not exist and are left out; NUM_VALID is
+    too.
     """
     places: list[tuple[dict[str, Any], str]] = []
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, int]]] = {}
@@ -96,7 +97,8 @@ def reduce_metrics(
 def reduce_metrics_list(
     metrics_list: Sequence[Mapping[str, Any]], reduce_func: Callable[[Any], Any] = np.mean
 ) -> dict[str, Any]:
-    """Reduce the metrics of several steps or workers; one that only some have counts where it is."""
+    """Reduce the metrics of several steps or workers; one that only some have counts where it
+    is."""
     merged: dict[str, list[Any]] = {}
     for metrics in metrics_list:
         append_to_dict(merged, metrics)
@@ -117,7 +119,8 @@ def flatten_sum(values: Any) -> float:
 def aggregate_metrics(
     history_metrics: Iterable[Mapping[str, Any]], metrics_agg_mode: Mapping[str, str]
 ) -> dict[str, float]:
-    """Reduce the metrics of an episode's steps, each by its mode of HISTORY_REDUCERS (default mean)."""
+    """Reduce the metrics of an episode's steps, each by its mode of HISTORY_REDUCERS (default
+    mean)."""
     history: dict[str, list[Any]] = {}
     for metrics in history_metrics:
         append_to_dict(history, metrics)

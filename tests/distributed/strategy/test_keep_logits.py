@@ -8,8 +8,8 @@ from training_setup import PROBES, make_batch, make_config
 
 from roll.distributed.strategy import train_strategy
 from roll.ops import log_probs
+from roll.ops.linear_log_probs import loss_in_parts
 from roll.ops.linear_logits import LinearLogits
-from roll.ops.loss_in_parts import loss_in_parts
 
 
 def gradients(pipeline, folder, batch, micro_batch=2, model_args=None, **strategy_config):

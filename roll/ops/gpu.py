@@ -1,26 +1,38 @@
-"""A second stream of a GPU, for work that runs beside the current one."""
+"""What the operators need of a GPU: Triton kernels where there is Triton, and a second stream."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 
 
 @functools.cache
+def triton_module(name: str) -> ModuleType | None:
+    """`roll.ops.<name>`, or None without Triton, which comes with torch for NVIDIA GPUs only."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(f"roll.ops.{name}")
+
+
+@functools.cache
 def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each device. Work on it goes first where both streams have some ready: it is short, and waited for."""
+    """One for each device. Its work goes first where both streams have some: it is waited for."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 class Beside:
-    """Lets a pass over one tile run beside the product that makes the next one: on a second stream, on a GPU.
+    """Lets a pass over one tile run beside the product that makes the next one, on a second stream.
 
-    The product keeps the arithmetic units busy and the pass the memory, so that together they take little longer than
-    the product alone. Tiles take turns in `num_buffers`; on a CPU, or with one buffer, everything runs in order.
+    The product keeps the arithmetic units busy and the pass the memory, so that together they take
+    little longer than the product alone. Tiles take turns in `num_buffers`; on a CPU, or with one
+    buffer, everything runs in order.
 
         for tile in tiles:
             beside.wait_for_a_buffer()
@@ -44,7 +56,7 @@ class Beside:
 
     @contextmanager
     def run(self, reads_buffer: bool = True) -> Iterator[None]:
-        """Inside, work waits for the products so far, and the products to come do not wait for it."""
+        """Inside, work waits for the products so far; the products to come do not wait for it."""
         if self.main is None or self.side is None:
             yield
             return
