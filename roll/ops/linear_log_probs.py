@@ -464,32 +464,25 @@ class _LossInParts(torch.autograd.Function):
             sums.append(total)
         losses = []
         for part in parts:
-            leaves = [
-                hidden[part].detach(),
-                weight.detach(),
-                None if bias is None else bias.detach(),
-            ]
-            wanted = []
-            for leaf, is_needed in zip(leaves, ctx.needs_input_grad[:3], strict=True):
-                if leaf is not None and is_needed:
-                    wanted.append(leaf.requires_grad_())
             with torch.enable_grad():
                 head = replace(
                     output,
-                    hidden=leaves[0],
-                    weight=leaves[1],
-                    bias=leaves[2],
+                    hidden=hidden[part].detach().requires_grad_(needs_hidden),
+                    weight=weight.detach().requires_grad_(needs_weight),
+                    bias=None if bias is None else bias.detach().requires_grad_(needs_bias),
                     weight_sum=sums[0],
                     bias_sum=sums[1],
                 )
                 loss = loss_of_rows(head, part)
+            leaves = [head.hidden, head.weight, head.bias]
+            wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             losses.append(loss.detach())
             # The operators of this module add to the head's sums by themselves; a loss that works
             # on the logits in another way leaves a gradient.
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
             grads = dict(zip(map(id, wanted), found, strict=True))
             if hidden_grad is not None:
-                grad = grads[id(leaves[0])]
+                grad = grads[id(head.hidden)]
                 hidden_grad[part].zero_() if grad is None else hidden_grad[part].copy_(grad)
             for leaf, total in zip(leaves[1:], sums, strict=True):
                 grad = grads.get(id(leaf))
