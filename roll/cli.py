@@ -1,4 +1,4 @@
-"""The `roll` command: parse, load, run. Whatever takes time to import is imported by the command that needs it."""
+"""The `roll` command. What takes time to import is imported by the command that needs it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def train(
     from transformers.utils.logging import disable_progress_bar
 
     from roll.pipeline.registry import pipeline_class
-    from roll.utils.processors import given_processors, limit_threads
+    from roll.utils.machine import given_processors, limit_threads
 
     limit_threads(given_processors())  # torch knows nothing of quotas
     disable_progress_bar()  # a bar for every file that is read or written would tear ours apart
@@ -107,8 +107,9 @@ def check(
         bool, typer.Option("--json", help="Print findings, numbers and config as JSON.")
     ] = False,
 ) -> None:
-    """Do all of `roll train` that comes before a model is loaded: config, files, data, devices, packages, memory.
+    """Do all of `roll train` that comes before a model is loaded.
 
+    Looks at config, files, data, devices, packages and memory.
     Prints every error at once (exit code 2), or the batch arithmetic and the memory that a run needs.
 
     \b
@@ -142,9 +143,24 @@ def _print_report(report: CheckReport) -> None:
     config = report.loaded.config
     where = "on Ray" if config.execution_backend == "ray" else "in this process"
     typer.echo(
-        f"{report.loaded.path}: a valid config for the {report.pipeline} pipeline, which runs {where}\n"
+        f"{report.loaded.path}: a valid config for the {report.pipeline} pipeline, "
+        f"which runs {where}\n"
     )
-    _print_table(report)
+    lines = [["", *report.roles], *([label, *cells] for label, cells in report.rows)]
+    if sys.stdout.isatty():
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*lines[0], box=SIMPLE_HEAD)
+        for line in lines[1:]:
+            table.add_row(*line)
+        Console().print(table)
+    else:
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+            typer.echo("  ".join([line[0].ljust(widths[0]), *cells[1:]]))
     if report.memory:
         needs = "; ".join(f"{name} {estimate}" for name, estimate in report.memory.items())
         typer.echo(f"\nmemory on each device, estimated: {needs}")
@@ -152,25 +168,6 @@ def _print_report(report: CheckReport) -> None:
         typer.echo(f"\nwarning: {sentence}")
     for remark in report.remarks:
         typer.echo(f"\nnote: {remark}")
-
-
-def _print_table(report: CheckReport) -> None:
-    header = ["", *report.roles]
-    lines = [[label, *cells] for label, cells in report.rows]
-    if sys.stdout.isatty():
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*header, box=SIMPLE_HEAD)
-        for line in lines:
-            table.add_row(*line)
-        Console().print(table)
-        return
-    widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
-    for line in [header, *lines]:
-        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        typer.echo("  ".join([line[0].ljust(widths[0]), *cells]))
 
 
 @app.command(name="eval")
@@ -246,7 +243,9 @@ def env_check(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds to play.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Play an environment with random and malformed actions, and say what is wrong with it. Exit code 1 if anything is.
+    """Play an environment with random and malformed actions, and say what is wrong with it.
+
+    Exit code 1 if anything is.
 
     \b
     roll env-check frozen_lake size=4
@@ -277,22 +276,27 @@ def new(
     from roll.commands.new_project import new_project
 
     folder = new_project(project)
-    typer.echo(
-        f"{folder} is ready. Next:\n\n  cd {folder}\n  roll train warm_start.yaml && roll train grpo.yaml"
-    )
+    command = "roll train warm_start.yaml && roll train grpo.yaml"
+    typer.echo(f"{folder} is ready. Next:\n\n  cd {folder}\n  {command}")
 
 
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look at Python, packages, GPUs, memory and disk, and say how to mend what is wrong. Exit code 1 if it is bad."""
-    from roll.commands.doctor import as_json as to_json
-    from roll.commands.doctor import examine, is_healthy
+    """Look at Python, packages, GPUs, memory and disk, and say how to mend what is wrong.
+
+    Exit code 1 if anything keeps a run from starting.
+    """
+    from dataclasses import asdict
+
+    from roll.commands.doctor import examine
 
     findings = examine()
+    is_healthy = all(item.state != "problem" for item in findings)
     if as_json:
-        typer.echo(to_json(findings))
+        found = [asdict(item) for item in findings]
+        typer.echo(json.dumps({"healthy": is_healthy, "findings": found}, indent=2))
     else:
         marks = {"ok": "ok", "optional": "-", "warning": "!", "problem": "PROBLEM"}
         width = max(len(item.what) for item in findings)
@@ -300,7 +304,7 @@ def doctor(
             typer.echo(f"{marks[item.state]:>7}  {item.what:{width}}  {item.found}")
             if item.fix:
                 typer.echo(f"{'':7}  {'':{width}}  -> {item.fix}")
-    if not is_healthy(findings):
+    if not is_healthy:
         raise typer.Exit(1)
 
 
@@ -327,12 +331,12 @@ def demo(
 
 
 def main() -> None:
-    """Entry point of the console script. Errors that users can correct end with their message and exit code 2."""
+    """Entry point of the console script. Errors that users can correct end with exit code 2."""
     try:
         app(prog_name="roll")
     except RollError as error:
         cause = error.__cause__
-        # What a worker was given, or lacks, is the user's to correct: where the worker noticed it is not.
+        # What a worker was given, or lacks, is the user's to correct: where it noticed is not.
         if isinstance(error, WorkerError) and isinstance(
             cause, ConfigError | DataError | MissingDependencyError
         ):

@@ -1,4 +1,4 @@
-"""`roll new PROJECT`: a folder with configs, a reward function, data and a tiny model that train as they are."""
+"""`roll new PROJECT`: configs, a reward function, data and a tiny model that train as they are."""
 
 from __future__ import annotations
 
@@ -29,20 +29,15 @@ def new_project(folder: Path, *, seed: int = 0) -> Path:
     shutil.copytree(
         TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
     )
-    rows = reversed_digits(seed)
-    write_rows(folder / "data" / "test.jsonl", rows[:NUM_TEST])
-    write_rows(folder / "data" / "train.jsonl", rows[NUM_TEST:])
+    # Different prompts like `12345<`, whose right answer is `54321`.
+    numbers = random.Random(seed).sample(range(10**DIGITS), NUM_TRAIN + NUM_TEST)
+    lines = []
+    for number in numbers:
+        text = f"{number:0{DIGITS}d}"
+        row = {"prompt": f"{text}<", "ground_truth": text[::-1], "tag": "digits"}
+        lines.append(json.dumps(row) + "\n")
+    (folder / "data").mkdir(exist_ok=True)
+    for name, part in (("test", lines[:NUM_TEST]), ("train", lines[NUM_TEST:])):
+        (folder / "data" / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
     make_tiny_model(folder / "model", CHARACTERS, seed=seed)
     return folder
-
-
-def reversed_digits(seed: int) -> list[dict[str, str]]:
-    """Different prompts like `12345<`, whose right answer is `54321`."""
-    numbers = random.Random(seed).sample(range(10**DIGITS), NUM_TRAIN + NUM_TEST)
-    texts = [f"{number:0{DIGITS}d}" for number in numbers]
-    return [{"prompt": f"{text}<", "ground_truth": text[::-1], "tag": "digits"} for text in texts]
-
-
-def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import model_validator
 
 from roll.configs.config_model import UNUSED_IN_ROLL, AtLeastOne, ConfigModel, NoEffect, NonNegative
 from roll.configs.problems import ConfigProblems, wrong
+
+# The key that bounds the tokens of a row, for each role that reads data.
+MAX_LENGTHS: Mapping[str, Mapping[str, str]] = {
+    "rlvr": {"actor_train": "prompt_length", "validation": "val_prompt_length"},
+    "dpo": {"actor_train": "sequence_length", "validation": "sequence_length"},
+    "sft": {"actor_train": "sequence_length", "validation": "val_sequence_length"},
+}
 
 
 class DataArguments(ConfigModel):

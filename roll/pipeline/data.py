@@ -5,10 +5,10 @@ No torch here: `roll check` reads data as training does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from roll.configs.data_args import DataArguments
+from roll.configs.data_args import MAX_LENGTHS, DataArguments
 from roll.configs.problems import did_you_mean
 from roll.datasets.encoding import encode_answers, encode_prompts
 from roll.datasets.preference import encode_preferences
@@ -30,12 +30,6 @@ _OWN_COLUMNS = (
     "train_infer_is_weight train_infer_filter_mask",
 )
 OWN_COLUMNS = frozenset(name for line in _OWN_COLUMNS for name in line.split())
-# The key that bounds the tokens of a row, for each role that reads data.
-MAX_LENGTHS: Mapping[str, Mapping[str, str]] = {
-    "rlvr": {"actor_train": "prompt_length", "validation": "val_prompt_length"},
-    "dpo": {"actor_train": "sequence_length", "validation": "sequence_length"},
-    "sft": {"actor_train": "sequence_length", "validation": "val_sequence_length"},
-}
 
 
 def load_data(config: Any, role_name: str, tokenizer: Any) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.compose import compose
-from roll.configs.data_args import DataArguments
+from roll.configs.data_args import MAX_LENGTHS, DataArguments
 from roll.configs.loader import LoadedConfig, build_in_part, located
 from roll.configs.memory import MemoryEstimate, estimate_memory, memory_verdict
 from roll.configs.model_files import (
@@ -642,8 +642,6 @@ def _tokenizer_of(config: Any, findings: Findings) -> FileTokenizer | None:
 
 def _look_at_data(config: Any, findings: Findings) -> None:
     """Read and encode rows as training does, of large files the first ones."""
-    from roll.pipeline.data import MAX_LENGTHS, encode_table, make_sampler
-
     seeds = {
         "seed": config.seed,
         "actor_train.training_args.data_seed": config.actor_train.training_args.data_seed,
@@ -672,6 +670,8 @@ def _look_at_data(config: Any, findings: Findings) -> None:
         table: Table = tables[0] if len(tables) == 1 else JoinedTable(tables)
         # How long rows are is known only with the real tokens, and whether any is left only with all rows.
         max_length = getattr(config, length) if tokenizer.is_exact and is_whole else sys.maxsize
+        from roll.pipeline.data import encode_table, make_sampler  # numpy takes a moment
+
         with _quiet():
             dataset = findings.check(
                 f"{name}.data_args",

@@ -1,4 +1,4 @@
-"""One logger for the package: lines on stderr by default, silent where the application set up its own logging."""
+"""One logger for the package: lines on stderr, silent where the application has its own logging."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ LEVEL_VARIABLE = "ROLL_LOG_LEVEL"
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to whatever `sys.stderr` is now, and only while the root logger has no handler of the application."""
+    """Writes to whatever `sys.stderr` is now, while the application has no handler of its own."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not logging.getLogger().handlers and bool(super().filter(record))
@@ -20,7 +20,7 @@ class _StderrHandler(logging.StreamHandler):
 
 
 def get_logger(name: str = _PACKAGE) -> logging.Logger:
-    """The logger called `name`, which is `roll` or below it. `ROLL_LOG_LEVEL` sets the level, INFO by default."""
+    """The logger called `name`, `roll` or below it. `ROLL_LOG_LEVEL` sets the level, INFO by default."""
     package = logging.getLogger(_PACKAGE)
     if not any(isinstance(handler, _StderrHandler) for handler in package.handlers):
         level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()

@@ -1,4 +1,7 @@
-"""What a machine has: its GPUs and its memory, asked of the system itself, because importing torch takes seconds."""
+"""What a machine has, and how much of it a run may use: GPUs, memory, processors.
+
+The system itself is asked, because importing torch takes seconds; psutil knows no container limits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import ctypes
 import importlib.util
 import os
 import re
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +18,7 @@ from roll.configs.problems import did_you_mean
 from roll.exceptions import ConfigError
 
 GIB = 1024**3
-# What drivers report as a card's whole memory, in GiB; it is a little less than the number in its name.
+# What drivers report as a card's memory, in GiB; a little less than the number in its name.
 GPU_GIB = {
     "T4": 14.6,
     "V100-16GB": 15.8,
@@ -39,6 +44,9 @@ GPU_GIB = {
     "MI300X": 191.5,
 }
 HOW_TO_WRITE = "write 8xH200, 2x8xH200 (two machines), 1xA100-80GB or cpu-64GB"
+_ROOT = Path("/")
+# /proc/stat counts hundredths of a second, so this shows shares of about 3%.
+_LOOK_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Machine:
 
 
 def parse_machine(text: str) -> Machine:
-    """`8xH200`, `2x8xH200`, `1xA100-80GB`, `H200` or `cpu-64GB` as a machine; ConfigError for anything else."""
+    """`8xH200`, `2x8xH200`, `1xA100-80GB`, `H200` or `cpu-64GB`; ConfigError for anything else."""
     if match := re.fullmatch(r"cpu-(\d+)\s*Gi?B", text, re.IGNORECASE):
         return Machine(text, 0, None, int(match[1]) * GIB)
     match = re.fullmatch(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z][\w-]*)", text, re.IGNORECASE)
@@ -67,9 +75,9 @@ def parse_machine(text: str) -> Machine:
     if name is None:
         sizes = [known for known in GPU_GIB if known.startswith(f"{match[3].upper()}-")]
         near = f"write {' or '.join(sizes)};" if sizes else did_you_mean(match[3].upper(), GPU_GIB)
-        names = ", ".join(GPU_GIB)
         raise ConfigError(
-            f'--machine: no GPU called "{match[3]}" is known; {near + " " if near else ""}known: {names}'
+            f'--machine: no GPU called "{match[3]}" is known; {near + " " if near else ""}known: '
+            f"{', '.join(GPU_GIB)}"
         )
     return Machine(text, int(match[2] or 1), int(GPU_GIB[name] * GIB), None, int(match[1] or 1))
 
@@ -82,32 +90,37 @@ def this_machine(*, with_gpus: bool) -> Machine:
     )
 
 
-def host_memory(
-    cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Bytes that this process may use: the machine's memory, or less where a container or a job has a limit."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+def _limits(root: Path, controller: str, *names: str) -> Iterator[str]:
+    """What the files of this process's control groups say, one text for each group.
+
+    `names` are the file of the second version of control groups and those of the first.
+    """
     try:
-        lines = cgroups.read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        lines = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # the second version: one tree for everything
-            base, file = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, file = root / "memory", "memory.limit_in_bytes"
+            mount, files = root / "sys/fs/cgroup", names[:1]
+        elif controller in controllers.split(","):
+            mount, files = root / "sys/fs/cgroup" / controllers, names[1:]
         else:
             continue
-        group = base / path.strip("/")
-        # Every group above has a say; inside a container the path may name one that is not shown here.
-        for folder in [group, *group.parents]:
-            if folder != base and base not in folder.parents:
-                break
-            try:
-                limits.append(int((folder / file).read_text()))
-            except (OSError, ValueError):  # no such file, or "max"
-                continue
+        # Every group above has a say. In a container the path may be one of the host, and not be
+        # there; the top is.
+        folder = mount / path.lstrip("/")
+        for group in [folder, *folder.parents]:
+            if group.is_relative_to(mount) and all((group / file).is_file() for file in files):
+                yield " ".join((group / file).read_text().strip() for file in files)
+
+
+def host_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process may use: the machine's memory, or less where a container has less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for text in _limits(root, "memory", "memory.max", "memory.limit_in_bytes"):
+        if text != "max":
+            limits.append(int(text))
     return min(limits)
 
 
@@ -151,7 +164,7 @@ def visible_gpus() -> list[int]:
         found = [
             i
             for i, name in enumerate(names)
-            if (entry == str(i)) or (entry and name.startswith(entry))
+            if entry == str(i) or (entry and name.startswith(entry))
         ]
         if not found:  # CUDA stops at the first that does not exist
             break
@@ -163,7 +176,91 @@ def _torch_gpus() -> list[int]:
     # The import takes seconds: only for what the driver's own library cannot tell.
     import torch
 
-    return [
-        int(torch.cuda.get_device_properties(i).total_memory)
-        for i in range(torch.cuda.device_count())
-    ]
+    count = torch.cuda.device_count()
+    return [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Processors. A thread that waits for its turn on a busy one holds up all others of its sum: two
+# threads on a machine with one free processor are many times slower than one.
+
+
+@dataclass(frozen=True)
+class Threads:
+    """A number of threads, out of the processors of the machine, and why it is not more."""
+
+    count: int
+    total: int
+    reason: str
+
+    def __str__(self) -> str:
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.count} of {self.total} processors{reason}"
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def given_processors(root: Path = _ROOT) -> int:
+    """Processors that this process may run on, by its affinity and its quotas; at least 1."""
+    quotas = [float(len(_affinity()))]
+    # Microseconds in a period: "200000 100000"; "max" or -1 is no quota.
+    for text in _limits(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        quota, period = text.split()
+        if quota not in ("max", "-1"):
+            quotas.append(int(quota) / int(period))
+    return max(1, int(min(quotas)))
+
+
+def idle_processors(
+    root: Path = _ROOT, pause: Callable[[], None] = lambda: time.sleep(_LOOK_SECONDS)
+) -> float:
+    """How many of the processors of this process were idle during a pause; all if not known."""
+
+    def times() -> dict[int, tuple[int, int]]:
+        """(idle, all) hundredths of a second of each processor since the machine was started."""
+        found = {}
+        for line in (root / "proc/stat").read_text().splitlines():
+            name, *numbers = line.split()
+            if name.startswith("cpu") and name != "cpu" and int(name[3:]) in _affinity():
+                # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user.
+                spent = [int(number) for number in numbers[:8]]
+                found[int(name[3:])] = (spent[3] + spent[4], sum(spent))
+        return found
+
+    try:
+        before = times()
+        pause()
+        after = times()
+    except OSError:
+        return float(len(_affinity()))
+    shares = 0.0
+    for cpu in before.keys() & after.keys():
+        idle, total = (after[cpu][i] - before[cpu][i] for i in range(2))
+        shares += idle / total if total else 1.0
+    return shares
+
+
+def free_threads(
+    root: Path = _ROOT, pause: Callable[[], None] = lambda: time.sleep(_LOOK_SECONDS)
+) -> Threads:
+    """As many threads as processors are free now, unless OMP_NUM_THREADS says how many."""
+    total = os.cpu_count() or 1
+    if (chosen := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return Threads(int(chosen), total, f"OMP_NUM_THREADS={chosen}")
+    given = given_processors(root)
+    idle = round(idle_processors(root, pause))
+    if idle < given:
+        return Threads(max(1, idle), total, "the others are busy")
+    return Threads(given, total, "this process is given no more" if given < total else "")
+
+
+def limit_threads(count: int) -> None:
+    """Have torch use at most so many threads, unless OMP_NUM_THREADS says how many."""
+    import torch
+
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(min(count, torch.get_num_threads()))

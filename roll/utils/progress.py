@@ -12,10 +12,11 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-# Seconds between two plain lines: a log file should tell how the run goes, not repeat metrics.jsonl.
+# Seconds between two plain lines: a log should tell how the run goes, not repeat metrics.jsonl.
 _LINE_INTERVAL = 1.0
-# The time that is left follows from so many steps. One that took more than so many times the middle one, because the
-# machine was busy, counts as that: longer than a validation takes, shorter than what a stall does to an average.
+# The time that is left follows from so many steps. One that took more than so many times the middle
+# one, because the machine was busy, counts as that: longer than a validation takes, shorter than
+# what a stall does to an average.
 _RECENT = 20
 _LONGEST = 5
 
@@ -24,8 +25,8 @@ class StepProgress:
     """Shows steps `done` to `total` with a few metrics beside them; used as a context.
 
     Args:
-        metrics: label to metric: {"loss": "actor/loss"} shows that metric as `loss 0.431`. A metric that a step did not
-            have keeps its last value.
+        metrics: label to metric: {"loss": "actor/loss"} shows that metric as `loss 0.431`. A metric
+            that a step did not have keeps its last value.
         show: None is a bar on a terminal and lines elsewhere; False shows nothing, True a bar.
     """
 
@@ -35,7 +36,7 @@ class StepProgress:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=show is False)
         self._total, self._done = total, done
         self._metrics = metrics
-        self._values: dict[str, float] = {}
+        self._values: dict[str, str] = {}
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._is_first = True
         self._last_step = time.monotonic()
@@ -61,23 +62,21 @@ class StepProgress:
             self._bar.stop()
 
     def update(self, done: int, metrics: Mapping[str, float]) -> None:
-        """`done` steps are done, the last of them with these metrics (names without reducer tags)."""
+        """`done` steps are done, the last with these metrics (names without reducer tags)."""
         now = time.monotonic()
         if not self._is_first:  # the first step warms up, and says nothing about the others
             self._recent.append((now - self._last_step) / max(done - self._done, 1))
         self._is_first = False
         self._last_step, self._done = now, done
-        self._values |= {
-            label: metrics[name] for label, name in self._metrics.items() if name in metrics
-        }
+        for label, name in self._metrics.items():
+            if name in metrics:
+                self._values[label] = number(metrics[name])
+        text = "  ".join(f"{label} {value}" for label, value in self._values.items()) + self.left()
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=self.text() + self.left())
+            self._bar.update(self._task, completed=done, description=text)
         elif now - self._last_line >= _LINE_INTERVAL or done == self._total:
             self._last_line = now
-            self.say(f"step {done}/{self._total}  {self.text()}{self.left()}")
-
-    def text(self) -> str:
-        return "  ".join(f"{label} {number(value)}" for label, value in self._values.items())
+            self.say(f"step {done}/{self._total}  {text}")
 
     def left(self) -> str:
         """`  left 0:01:30`, from the recent steps; nothing as long as only the first is done."""

@@ -8,7 +8,7 @@ from metric_names import undocumented
 from rich.console import Console
 
 from roll.commands import demo
-from roll.utils.processors import Threads
+from roll.utils.machine import Threads
 from roll.utils.run_folder import METRICS_FILE
 from roll.utils.tracking import read_metrics
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.commands.new_project import NUM_TEST, NUM_TRAIN, new_project, reversed_digits
+from roll.commands.new_project import NUM_TEST, NUM_TRAIN, new_project
 from roll.exceptions import ConfigError
 from roll.pipeline.registry import load_config
 from roll.utils.tracking import read_metrics
@@ -20,30 +20,21 @@ def project(tmp_path_factory) -> Path:
     return new_project(tmp_path_factory.mktemp("new") / "project")
 
 
-def test_every_file_that_the_readme_names_is_there(project):
+def test_it_is_complete(project, monkeypatch):
     named = re.findall(r"^\| `([^`]+)` \|", (project / "README.md").read_text(), flags=re.MULTILINE)
     assert {"reward.py", "grpo.yaml", "warm_start.yaml"} <= set(named)
     assert [name for name in named if not (project / name).exists()] == ["runs/"]
-
-
-def test_both_configs_are_complete(project, monkeypatch):
     monkeypatch.chdir(project)
     for name in ("warm_start.yaml", "grpo.yaml"):
         assert load_config(name, warn=False).config.missing_for_training() == []
 
 
-def test_no_prompt_is_in_both_files(project):
-    train, test = (
-        [json.loads(line)["prompt"] for line in (project / "data" / name).read_text().splitlines()]
-        for name in ("train.jsonl", "test.jsonl")
-    )
+def test_its_data_are_right_and_separate(project):
+    files = [project / "data" / name for name in ("train.jsonl", "test.jsonl")]
+    train, test = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert (len(train), len(test)) == (NUM_TRAIN, NUM_TEST)
-    assert not set(train) & set(test)
-
-
-def test_an_answer_is_the_prompt_backwards():
-    row = reversed_digits(0)[0]
-    assert row["prompt"] == row["ground_truth"][::-1] + "<"
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    assert train[0]["prompt"] == train[0]["ground_truth"][::-1] + "<"
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):

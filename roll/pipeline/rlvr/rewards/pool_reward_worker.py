@@ -16,7 +16,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import ConfigError
 from roll.models.model_providers import default_tokenizer_provider
 from roll.utils.columns import column
-from roll.utils.processors import given_processors
+from roll.utils.machine import given_processors
 from roll.utils.scoring.pool import ScorePool, check_reward_fn
 from roll.utils.scoring.score import Score
 
