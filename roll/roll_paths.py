@@ -32,6 +32,7 @@ MOVED: dict[str, str] = {
     "roll.pipeline.rlvr.actor_pg_worker": "roll.pipeline.rlvr.actor_worker",
     "roll.utils.checkpoint_manager": "roll.models.checkpoint",
     "roll.utils.offload_states": "roll.distributed.strategy.strategy",
+    "roll.utils.sequence_packing": "roll.utils.dynamic_batching",
 }
 
 

@@ -30,7 +30,7 @@ from roll.exceptions import ConfigError, DataError, RollError
 from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_pipeline import BasePipeline
 from roll.pipeline.loss_io import first_update_report
-from roll.pipeline.mini_batches import balance_ranks
+from roll.pipeline.model_worker import balance_ranks
 from roll.rollout.buffer import Buffer
 from roll.rollout.collate import collate
 from roll.rollout.types import Dropped, Rollout

@@ -16,7 +16,8 @@ ROLL's steps write into the batch that they are given; docs/differences-from-rol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,12 +44,6 @@ from roll.exceptions import ConfigError
 from roll.ops.log_probs import entropy_from_logits, log_probs_from_logits
 from roll.utils.balancing import batch_balance, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from roll.utils.columns import column, row_groups, with_columns
-from roll.utils.containers import (
-    divide_by_chunk_size,
-    filter_func_args,
-    traverse_obj,
-    union_two_dict,
-)
 from roll.utils.generation import postprocess_generate
 from roll.utils.logging import get_logger
 from roll.utils.metrics.reduction import (
@@ -527,3 +522,57 @@ def _running_moments(
             f"running_ctrl has no moments of domain {domain!r}; it has {', '.join(map(repr, known))}"
         )
     return running_ctrl[domain]
+
+
+# -- ROLL's helpers on dicts, sequences and objects ------------------------------------------------
+
+
+def union_two_dict(dict1: Mapping[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:
+    """Both dicts in a new one; ValueError if they disagree on a key."""
+    for key in dict1.keys() & dict2.keys():
+        if dict1[key] != dict2[key]:
+            raise ValueError(f"the dicts disagree on {key!r}: {dict1[key]!r} and {dict2[key]!r}")
+    return {**dict1, **dict2}
+
+
+def divide_by_chunk_size(data: Any, chunk_sizes: Sequence[int]) -> list[Any]:
+    """Cut an array, tensor or list along its first axis into pieces of the given sizes."""
+    if any(size < 1 for size in chunk_sizes) or sum(chunk_sizes) != len(data):
+        raise ValueError(
+            f"chunk sizes {list(chunk_sizes)} must be positive and sum to the {len(data)} rows"
+        )
+    pieces, start = [], 0
+    for size in chunk_sizes:
+        pieces.append(data[start : start + size])
+        start += size
+    return pieces
+
+
+def traverse_obj(
+    value: Any,
+    visitor: Callable[[Any, tuple[Any, ...]], bool],
+    path: tuple[Any, ...] = (),
+    above: frozenset[int] = frozenset(),
+) -> None:
+    """Call `visitor(value, path)` on a value and on what its dicts, lists and attributes hold.
+
+    A visitor that returns True stops the walk below its value. `above` holds the ids of the values
+    on the way, so that cycles end.
+    """
+    if id(value) in above or visitor(value, path):
+        return
+    if isinstance(value, Mapping):
+        children = [(str(key), child) for key, child in value.items()]
+    elif isinstance(value, list | tuple):
+        children = list(enumerate(value))
+    else:
+        attributes = getattr(value, "__dict__", {})
+        children = [(f"attr:{name}", child) for name, child in attributes.items()]
+    for step, child in children:
+        traverse_obj(child, visitor, (*path, step), above | {id(value)})
+
+
+def filter_func_args(func: Callable[..., Any], forward_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `forward_args` that `func` has a parameter for."""
+    parameters = inspect.signature(func).parameters
+    return {name: value for name, value in forward_args.items() if name in parameters}

@@ -13,8 +13,8 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.distributed.weight_sync import ModelUpdateGroup
 from roll.engines.request import GenerationRequest, SamplingParams
+from roll.pipeline.base_worker import InferWorker, collect_outputs, dispatch_requests
 from roll.pipeline.base_worker import InferWorker as InferWorkerOfRoll
-from roll.pipeline.infer_worker import InferWorker, collect_outputs, dispatch_requests
 
 
 @pytest.fixture(scope="module")

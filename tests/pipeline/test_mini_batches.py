@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from roll.distributed.scheduler.protocol import DataProto
-from roll.pipeline.mini_batches import ROW_NUMBER, balance_ranks, local_rows_of_steps
+from roll.pipeline.model_worker import ROW_NUMBER, balance_ranks, local_rows_of_steps
 
 
 def steps_of(numbers_per_rank, **options):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.utils.containers import (
+from roll.utils.functionals import (
     divide_by_chunk_size,
     filter_func_args,
     traverse_obj,

@@ -21,7 +21,7 @@ from roll.pipeline.agentic.utils import (
     compute_response_level_rewards,
     get_agentic_response_level_mask,
 )
-from roll.pipeline.mini_batches import NUM_STEPS
+from roll.pipeline.model_worker import NUM_STEPS
 from roll.pipeline.policy_pipeline import PolicyPipeline
 from roll.rollout.buffer import STALE
 from roll.rollout.collate import collate

@@ -38,7 +38,7 @@ from roll.pipeline.dpo.pair_log_probs import (
     log_probs_fingerprint,
     save_log_probs,
 )
-from roll.pipeline.mini_batches import balance_ranks
+from roll.pipeline.model_worker import balance_ranks
 from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
 
 TRAIN, VALIDATION = "train", "validation"

@@ -19,7 +19,7 @@ from roll.pipeline.agentic.agentic_pipeline import (
     adjust_batch,
     optimizer_steps,
 )
-from roll.pipeline.mini_batches import local_rows_of_steps
+from roll.pipeline.model_worker import local_rows_of_steps
 from roll.utils.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
