@@ -19,7 +19,6 @@ from roll.pipeline.agentic.utils import (
     compute_agentic_reinforce_return,
     compute_discounted_returns,
     compute_response_level_rewards,
-    compute_segment_masked_mean,
     get_agentic_response_level_mask,
 )
 from roll.utils.functionals import compute_advantage
@@ -38,15 +37,11 @@ def step_batch(**columns: Any) -> DataProto:
     return DataProto.from_dict({"row": torch.arange(6)}, non_tensors=STEPS | columns)
 
 
-def norm(
-    grouping: str = "traj_group_id", mean: str | None = "group", std: str | None = None
-) -> SimpleNamespace:
+def norm(grouping="traj_group_id", mean="group", std=None) -> SimpleNamespace:
     return SimpleNamespace(grouping=grouping, norm_mean_type=mean, norm_std_type=std)
 
 
-def config(
-    adv_estimator: str, normalization: SimpleNamespace | None = None, **options: Any
-) -> SimpleNamespace:
+def config(adv_estimator: str, normalization: Any = None, **options: Any) -> SimpleNamespace:
     fields = {"reward_clip": None, "episode_reward_weight": 1.0, "step_reward_weight": 0.5}
     fields |= {"adv_estimator": adv_estimator, "reward_normalization": normalization or norm()}
     return SimpleNamespace(**fields | options)
@@ -56,21 +51,16 @@ def scored(scores: list[float], **non_tensors: Any) -> DataProto:
     return DataProto.from_dict({"scores": torch.tensor(scores)}, non_tensors=non_tensors)
 
 
-# returns of steps
-
-
 def test_step_returns_by_hand():
-    out = compute_discounted_returns(
-        step_batch(step_scores=[2.0, 1.0, 0.0, 4.0, 1.0, 3.0]), "gigpo", gamma=0.5
-    )
+    batch = step_batch(step_scores=[2.0, 1.0, 0.0, 4.0, 1.0, 3.0])
+    out = compute_discounted_returns(batch, "gigpo", gamma=0.5)
     assert out.batch["step_rewards"].tolist() == [2, 2, 2, 4, 1, 3]
-
-
-def test_step_returns_are_for_step_estimators_only():
-    batch = step_batch()
+    # Only estimators of steps have them.
     assert compute_discounted_returns(batch, "grpo") is batch
     assert "step_rewards" in compute_discounted_returns(batch, "step_reinforce")
     assert "step_rewards" not in batch
+    with pytest.raises(ValueError, match="trajectory 'a' has step 1 twice"):
+        compute_discounted_returns(step_batch(step=[1, 1, 0, 1, 0, 0]), "gigpo")
 
 
 @given(seed=st.integers(0, 1000), gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]))
@@ -95,39 +85,30 @@ def test_step_returns_match_the_reference_in_any_order(seed, gamma):
     assert out.batch["row"].tolist() == list(range(len(pairs)))
 
 
-def test_a_step_that_comes_twice_is_named():
-    with pytest.raises(ValueError, match="trajectory 'a' has step 1 twice"):
-        compute_discounted_returns(step_batch(step=[1, 1, 0, 1, 0, 0]), "gigpo")
+ROOT = 2**0.5 + 1e-6  # the standard deviation of two values that are 2 apart
+NORMS = [
+    (("tags", "group"), [-1, 0, 1, 0]),
+    (("batch", "batch"), [-2.5, 1.5, -0.5, 1.5]),
+    (("batch", "group"), [-2.5, 1.5, -0.5, 1.5]),
+    (("batch", None), [1, 5, 3, 5]),
+    (("tags", "group", "group"), [-1 / ROOT, 0, 1 / ROOT, 0]),
+    (("tags", "batch", "group"), [-2.5 / ROOT, 1.5, -0.5 / ROOT, 1.5]),
+]
 
 
-# normalisation
-
-
-def test_reward_norm_by_group_and_by_batch():
+@pytest.mark.parametrize(("how", "expected"), NORMS)
+def test_reward_norm_by_group_and_by_batch(how, expected):
     batch = scored([1.0, 5.0, 3.0, 5.0], tags=["x", "y", "x", "y"])
-    assert agentic_reward_norm(batch, norm("tags", "group")).tolist() == [-1, 0, 1, 0]
-    assert agentic_reward_norm(batch, norm("batch", "batch")).tolist() == [-2.5, 1.5, -0.5, 1.5]
-    assert agentic_reward_norm(batch, norm("batch", "group")).tolist() == [-2.5, 1.5, -0.5, 1.5]
-    assert agentic_reward_norm(batch, norm("batch", None)).tolist() == [1, 5, 3, 5]
-    out = agentic_reward_norm(batch, norm("tags", "group", "group"))
-    torch.testing.assert_close(out, torch.tensor([-1.0, 0, 1, 0]) / (2**0.5 + 1e-6))
-    mixed = agentic_reward_norm(batch, norm("tags", "batch", "group"))
-    torch.testing.assert_close(
-        mixed, torch.tensor([-2.5 / (2**0.5 + 1e-6), 1.5, -0.5 / (2**0.5 + 1e-6), 1.5])
-    )
+    torch.testing.assert_close(agentic_reward_norm(batch, norm(*how)), torch.tensor(expected) * 1.0)
 
 
-def test_rp11_a_group_of_one_with_batch_statistics_keeps_its_signal():
+def test_rp11_rp12_groups_of_one_and_integer_scores():
     batch = scored([1.0, 3.0], tags=["x", "y"])
     out = agentic_reward_norm(batch, norm("tags", "batch", "batch"))
-    torch.testing.assert_close(out, torch.tensor([-1.0, 1.0]) / (2**0.5 + 1e-6))
+    torch.testing.assert_close(out, torch.tensor([-1.0, 1.0]) / ROOT)
     constant = scored([2.0, 2.0], tags=["x", "x"])
     assert agentic_reward_norm(constant, norm("tags", None, "group")).tolist() == [2, 2]
-
-
-def test_rp12_integer_scores_are_not_truncated():
-    batch = DataProto.from_dict({"scores": torch.tensor([1, 0, 3])})
-    out = agentic_reward_norm(batch, norm("batch", "batch"))
+    out = agentic_reward_norm(scored([1, 0, 3]), norm("batch", "batch"))
     torch.testing.assert_close(out, torch.tensor([-1 / 3, -4 / 3, 5 / 3]))
 
 
@@ -140,65 +121,60 @@ def test_scores_that_are_not_finite_name_their_rows():
         agentic_reward_norm(scored([1.0]), norm("tags"))
 
 
-# gigpo
-
-
 def test_ad11_equal_states_of_different_groups_stay_apart():
     batch = step_batch()
     out = build_state_group(batch)
     ids = out.non_tensor_batch["state_group_id"].tolist()
     assert ids[0] == ids[3] and ids[1] == ids[2] and ids[4] == ids[5] and len(set(ids)) == 3
-    assert out.meta_info["metrics"] == {
-        "system/state_batch_size/max": 2,
-        "system/state_batch_size/mean": 2,
-        "system/state_batch_size/min": 2,
-    }
+    sizes = {f"system/state_batch_size/{name}": 2 for name in ("max", "mean", "min")}
+    assert out.meta_info["metrics"] == sizes
     assert "state_group_id" not in batch and batch.meta_info == {}
     # ids that only look alike when they are joined
-    tricky = build_state_group(
-        step_batch(traj_group_id=["a|b", "a"] * 3, state_hash=["c", "b|c"] * 3)
-    )
+    tricky = step_batch(traj_group_id=["a|b", "a"] * 3, state_hash=["c", "b|c"] * 3)
+    tricky = build_state_group(tricky)
     assert len(set(tricky.non_tensor_batch["state_group_id"])) == 2
+
+
+def gigpo(*how: str | None) -> DataProto:
+    batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
+    return compute_response_level_rewards(batch, config("gigpo", norm(*how)))[0]
 
 
 def test_gigpo_by_hand():
     batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
-    out, metrics = compute_response_level_rewards(batch, config("gigpo"))
+    settings = config("gigpo")
+    before = copy.deepcopy((batch.meta_info, settings))
+    columns = {*batch.batch.keys(), *batch.non_tensor_batch}
+    out, metrics = compute_response_level_rewards(batch, settings)
     assert out.batch["episode_rewards_norm"].tolist() == [0.5, 0.5, -0.5, -0.5, 0, 0]
     assert out.batch["step_rewards_norm"].tolist() == [0, 0.5, -0.5, 0, -1, 1]
     assert out.batch["response_level_rewards"].tolist() == [0.5, 0.75, -0.75, -0.5, -0.5, 0.5]
     assert metrics == {"critic/reward_clip_frac": 0.0, "critic/zero_std_group_frac": 0.5}
     assert out.meta_info["metrics"]["system/state_batch_size/mean"] == 2
+    # What was given is as it was.
+    assert {*batch.batch.keys(), *batch.non_tensor_batch} == columns
+    assert (batch.meta_info, settings) == before
 
 
 def test_ad12_both_parts_of_gigpo_follow_the_configured_types():
-    batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
-    raw, _ = compute_response_level_rewards(batch, config("gigpo", norm(mean=None)))
+    raw = gigpo("traj_group_id", None)
     assert raw.batch["step_rewards_norm"].tolist() == [0, 1, 0, 0, 1, 3]
-    scaled, _ = compute_response_level_rewards(
-        batch, config("gigpo", norm(mean="group", std="group"))
-    )
-    expected = torch.tensor(
-        [0, 0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6), 0, -1 / (2**0.5 + 1e-6)]
-    )
+    half = 0.5 / (0.5**0.5 + 1e-6)
+    expected = torch.tensor([0, half, -half, 0, -1 / ROOT])
+    scaled = gigpo("traj_group_id", "group", "group")
     torch.testing.assert_close(scaled.batch["step_rewards_norm"][:5], expected)
-
-
-def test_the_step_part_of_gigpo_is_always_relative_to_its_state():
-    batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
-    out, _ = compute_response_level_rewards(batch, config("gigpo", norm("batch", "batch")))
+    # The step's part is always relative to its state.
+    out = gigpo("batch", "batch")
     assert out.batch["step_rewards_norm"].tolist() == [0, 0.5, -0.5, 0, -1, 1]
-    assert out.batch["episode_rewards_norm"].tolist() == pytest.approx(
-        [1 / 3, 1 / 3, -2 / 3, -2 / 3, 1 / 3, 1 / 3]
-    )
+    expected = torch.tensor([1, 1, -2, -2, 1, 1]) / 3
+    torch.testing.assert_close(out.batch["episode_rewards_norm"], expected)
 
 
 def test_step_reinforce_normalises_step_returns():
     batch = compute_discounted_returns(step_batch(), "step_reinforce", gamma=1.0)
     out, _ = compute_response_level_rewards(batch, config("step_reinforce", norm("batch", "batch")))
-    assert out.batch["response_level_rewards"].tolist() == pytest.approx(
-        [-5 / 6, 1 / 6, -5 / 6, -5 / 6, 1 / 6, 13 / 6]
-    )
+    expected = torch.tensor([-5, 1, -5, -5, 1, 13]) / 6
+    torch.testing.assert_close(out.batch["response_level_rewards"], expected)
 
 
 def trajectories(estimator: str, **options: Any) -> tuple[DataProto, dict[str, float]]:
@@ -207,20 +183,20 @@ def trajectories(estimator: str, **options: Any) -> tuple[DataProto, dict[str, f
     return compute_response_level_rewards(batch, config(estimator, **options))
 
 
-def test_other_estimators_normalise_the_sum_of_token_scores():
-    out, metrics = trajectories("reinforce")
-    assert out.batch["response_level_rewards"].tolist() == [-1, 1, 0]
-    assert metrics["critic/zero_std_group_frac"] == 0.5
-    out, _ = trajectories(
-        "grpo", normalization=norm("batch", None)
-    )  # as ROLL: the configured normalisation
-    assert out.batch["response_level_rewards"].tolist() == [1, 3, 5]
-
-
-@pytest.mark.parametrize(("estimator", "expected"), [("rloo", [-2, 2, 0]), ("dr_grpo", [-1, 1, 0])])
-def test_presets_that_roll_lacks_bring_their_normalisation(estimator, expected):
-    out, _ = trajectories(estimator, normalization=norm("batch", None))
+@pytest.mark.parametrize(
+    ("estimator", "how", "expected"),
+    [
+        ("reinforce", ("traj_group_id", "group"), [-1, 1, 0]),
+        ("grpo", ("batch", None), [1, 3, 5]),  # as ROLL: the configured normalisation
+        ("rloo", ("batch", None), [-2, 2, 0]),  # these, which ROLL lacks, bring their own
+        ("dr_grpo", ("batch", None), [-1, 1, 0]),
+    ],
+)
+def test_other_estimators_normalise_the_sum_of_token_scores(estimator, how, expected):
+    out, metrics = trajectories(estimator, normalization=norm(*how))
     assert out.batch["response_level_rewards"].tolist() == expected
+    if estimator == "reinforce":
+        assert metrics["critic/zero_std_group_frac"] == 0.5
 
 
 def test_response_rewards_are_clipped():
@@ -235,21 +211,6 @@ def test_response_rewards_are_clipped():
         trajectories("ppo")
 
 
-def test_batches_and_configs_are_not_changed():
-    batch = compute_discounted_returns(step_batch(), "gigpo", gamma=0.5)
-    settings = config("gigpo", reward_clip=0.1)
-    columns, before = (
-        set(batch.batch.keys()) | set(batch.non_tensor_batch),
-        copy.deepcopy((batch.meta_info, settings)),
-    )
-    compute_response_level_rewards(batch, settings)
-    assert set(batch.batch.keys()) | set(batch.non_tensor_batch) == columns
-    assert (batch.meta_info, settings) == before
-
-
-# masks and advantages
-
-
 def test_response_level_mask_keeps_every_trajectory():
     mask = torch.tensor([[0, 1, 0, 1]])
     out, metrics = get_agentic_response_level_mask(
@@ -257,12 +218,8 @@ def test_response_level_mask_keeps_every_trajectory():
     )
     assert out.batch["final_response_mask"].tolist() == [[1, 0, 1]]
     assert out.batch["origin_response_mask"].tolist() == mask.tolist()
-    assert metrics == {
-        "actor/max_len_mask_ratio": 1.0,
-        "actor/final_mask_ratio": 1.0,
-        "actor/samples_used": 1.0,
-        "actor/samples_total": 1.0,
-    }
+    names = ("max_len_mask_ratio", "final_mask_ratio", "samples_used", "samples_total")
+    assert metrics == {f"actor/{name}": 1.0 for name in names}
 
 
 def test_agentic_reinforce_by_hand():
@@ -292,10 +249,3 @@ def test_other_agentic_advantages_are_the_common_ones(estimator):
     common = compute_advantage(batch, 0.9, 0.8, estimator, whiten_advantages=True)
     for key in ("advantages", "returns", "raw_advantages"):
         assert torch.equal(mine.batch[key], common.batch[key])
-
-
-def test_segment_mean_has_its_name_here():
-    out = compute_segment_masked_mean(
-        torch.tensor([[1.0, 3.0, 9.0, 5.0]]), torch.tensor([[1, 1, 0, 1]])
-    )
-    assert out.tolist() == [[2, 2, 0, 5]]
