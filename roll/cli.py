@@ -253,7 +253,7 @@ def env_check(
     """
     from dataclasses import asdict
 
-    from roll.configs.compose import parse_overrides
+    from roll.configs.load import parse_overrides
     from roll.pipeline.agentic.env.env_check import check_env
 
     report = check_env(env_id, parse_overrides(options or ()), range(seeds))

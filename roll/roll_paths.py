@@ -13,6 +13,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED: dict[str, str] = {
+    "roll.configs.base_config": "roll.configs.ppo_config",
+    "roll.configs.data_args": "roll.configs.arguments",
+    "roll.configs.generating_args": "roll.configs.arguments",
+    "roll.configs.model_args": "roll.configs.arguments",
+    "roll.configs.training_args": "roll.configs.arguments",
     "roll.distributed.executor.model_update_group": "roll.distributed.weight_sync",
     "roll.distributed.scheduler.generate_scheduler": "roll.distributed.scheduler.protocol",
     "roll.distributed.scheduler.initialize": "roll.distributed.scheduler.resource_manager",

@@ -1,13 +1,10 @@
-"""Fields that no run of test_field_effects reads, and for each the test that shows its effect.
-
-The table is exact: a field that a run reads, that has no effect, or that does not exist any more may not stand here.
-"""
+"""Fields that no run of test_field_effects reads, and for each the test that shows its effect."""
 
 _HERE = "tests/configs/test_field_effects.py"
 _FOLLOWED = f"{_HERE}::test_fields_that_others_follow"
 _SAMPLING = f"{_HERE}::test_sampling_arguments_reach_the_engine"
 _REWARD = f"{_HERE}::test_options_of_a_reward_reach_its_function"
-_REPLACED = "tests/configs/test_loader.py::test_values_that_follow_from_others_are_named"
+_REPLACED = "tests/configs/test_load.py::test_values_that_follow_from_others_are_named"
 
 TESTS: dict[str, str] = {
     # Other fields follow from them while the config is made.
@@ -35,11 +32,14 @@ TESTS: dict[str, str] = {
     "rlvr.RewardConfig.judge_model_type": (
         "tests/pipeline/rlvr/rewards/test_reward_workers.py::test_rewards_are_checked_before_anything_is_loaded"
     ),
+    "configs.WorkerConfig.num_gpus_per_worker": (
+        "tests/configs/test_worker_config.py::test_workers_follow_from_devices"
+    ),
     # Set from other fields; a file that says otherwise is told so.
     **{f"configs.TrainingArguments.{name}": _REPLACED for name in ("seed", "output_dir", "bf16", "fp16")},
     # Some values are refused, and the others all mean the same.
     "configs.Fsdp2Options.fsdp_size": (
-        "tests/configs/test_strategy_options.py::test_sharding_over_a_part_of_the_ranks_is_not_built"
+        "tests/configs/test_worker_config.py::test_sharding_over_a_part_of_the_ranks_is_not_built"
     ),
     "agentic.EnvManagerConfig.max_traj_per_env": (
         "tests/pipeline/agentic/test_agentic_config.py::test_values_that_do_not_fit"

@@ -133,7 +133,7 @@ BAD_FILES = {
     ),
     "wrong_type": (
         "pipeline: dpo\nsequence_length: long",
-        'sequence_length: found "long" (str), expected a whole number',
+        'sequence_length: found "long" (str), expected a valid integer',
     ),
     "choice": (
         "pipeline: dpo\nsequence_length: 8\nloss_type: x",

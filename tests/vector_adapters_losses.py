@@ -13,7 +13,7 @@ from torch import Tensor
 from roll.algorithms.aggregation import aggregate_loss
 from roll.algorithms.off_policy import train_infer_gap
 from roll.algorithms.preference_loss import preference_loss, sequence_log_probs, split_pairs
-from roll.configs.base_config import TrainInferCorrectionConfig
+from roll.configs.ppo_config import TrainInferCorrectionConfig
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.log_probs import next_token_log_probs

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll.configs.compose import Composition, compose
-from roll.configs.unsupported import UNSUPPORTED_STRATEGIES
+from roll.configs.load import compose
+from roll.configs.roll_keys import UNSUPPORTED_STRATEGIES
 from roll.exceptions import ConfigError, MissingDependencyError, RollError
 from roll.pipeline import registry
 from roll.pipeline.agentic.agentic_config import AgenticConfig
@@ -61,21 +61,17 @@ def example_files(root: Path) -> list[Path]:
 
 def judge(path: Path, *, without_megatron: bool = False) -> Verdict:
     """The verdict on one file, as it is or with its Megatron strategies replaced by those of FSDP2 without options."""
-    original = registry.compose
-
-    def replaced(*args: Any, **options: Any) -> Composition:
-        composition = compose(*args, **options)
-        return replace(composition, values=_without_megatron(composition.values))
-
     try:
+        composition = compose(path)
         if without_megatron:
-            registry.compose = replaced  # pyrefly: ignore[bad-assignment]
-        loaded = registry.load_config(path, warn=False)
+            values = _without_megatron(composition.values)
+            composition = replace(composition, values=values)
+        loaded, found, _ = registry.read_config(composition)
+        if found or loaded is None:
+            raise ConfigError("\n".join(composition.located(found)))
     except RollError as error:
         line = decisive(str(error))
         return Verdict(REFUSED, shortened(line), any(sign in line for sign in _LASTING))
-    finally:
-        registry.compose = original
     config = loaded.config
     problems = [str(problem) for problem in config.missing_for_training()]
     problems += [

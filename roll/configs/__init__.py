@@ -1,9 +1,12 @@
-"""Typed, validated and frozen configuration with ROLL's names. Importing it needs neither torch nor a GPU."""
+"""Typed, validated and frozen configuration with ROLL's names; needs neither torch nor a GPU."""
 
-from roll.configs.data_args import DataArguments
-from roll.configs.generating_args import GeneratingArguments
-from roll.configs.model_args import LoraArguments, ModelArguments
-from roll.configs.training_args import TrainingArguments
+from roll.configs.arguments import (
+    DataArguments,
+    GeneratingArguments,
+    LoraArguments,
+    ModelArguments,
+    TrainingArguments,
+)
 
 __all__ = [
     "DataArguments",

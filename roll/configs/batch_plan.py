@@ -1,4 +1,4 @@
-"""The arithmetic between one pipeline step and the optimizer: who gets how many rows, and how often weights change."""
+"""The arithmetic between a pipeline step and the optimizer: who gets how many rows, how often."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roll.configs.problems import Problem, nearest_multiples, wrong
-from roll.configs.schedule import learning_rate_at
+from roll.configs.base import Problem, nearest_multiples, wrong
 from roll.configs.worker_config import WorkerConfig
 
 
@@ -15,8 +14,8 @@ from roll.configs.worker_config import WorkerConfig
 class BatchPlan:
     """What one training role does with the rows of one pipeline step.
 
-    Example: 64 prompts x 8 samples = 512 rows; on 4 ranks 128 rows each; micro-batches of 2 rows, 16 of them to an
-    optimizer step, so 4 optimizer steps per batch and, over 500 pipeline steps, 2,000 in all.
+    Example: 64 prompts x 8 samples = 512 rows; on 4 ranks 128 rows each; micro-batches of 2 rows,
+    16 of them to an optimizer step, so 4 optimizer steps per batch and 2,000 in 500 pipeline steps.
     """
 
     role: WorkerConfig
@@ -26,9 +25,7 @@ class BatchPlan:
     steps: int  # pipeline steps in which the role is trained
     epochs: int = 1
     rows_per_sample: int = 1  # 2 for a pair, whose micro-batch size counts pairs
-    rows_are_turns: bool = (
-        False  # a trajectory gives one row per turn: all counts of rows are lower bounds
-    )
+    rows_are_turns: bool = False  # a trajectory has a row per turn: counts are lower bounds
     max_turns: int | None = None  # of a trajectory, if that is known
 
     @property
@@ -62,7 +59,7 @@ class BatchPlan:
 
     @property
     def optimizer_steps_per_batch(self) -> int:
-        # Rounded up for turns, whose number is adjusted to fill optimizer steps; otherwise it divides.
+        # Rounded up for turns, whose number is adjusted to fill optimizer steps; else it divides.
         return math.ceil(self.samples / self.samples_per_optimizer_step) * self.epochs
 
     @property
@@ -71,57 +68,42 @@ class BatchPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """At most: every row as long as `sequence_length` allows. (With one turn per trajectory, if rows are turns.)"""
+        """At most, with rows of `sequence_length` tokens (and one turn to a trajectory)."""
         return self.rows * self.sequence_length
 
     def learning_rates(self) -> tuple[float, float, float]:
         """At the first, the middle and the last optimizer step."""
-        total = self.total_optimizer_steps
-        first, middle, last = (
-            learning_rate_at(self.role.training_args, step, total)
-            for step in (0, total // 2, total - 1)
-        )
-        return first, middle, last
-
-    def schedule_problems(self, role_key: str) -> list[Problem]:
-        """A polynomial schedule divides by the steps after its warm-up, so there has to be one."""
         args, total = self.role.training_args, self.total_optimizer_steps
-        warmup = args.get_warmup_steps(total)
-        if args.lr_scheduler_type != "polynomial" or warmup < total:
-            return []
-        expected = f"fewer than the {total} optimizer steps of the run for a polynomial schedule"
-        return [wrong(f"{role_key}.training_args.warmup_steps", warmup, expected)]
+        first, middle = args.learning_rate_at(0, total), args.learning_rate_at(total // 2, total)
+        return first, middle, args.learning_rate_at(total - 1, total)
 
     @property
     def divisor(self) -> int:
-        """What the number of prompts has to be a multiple of, so that their samples fill optimizer steps."""
+        """What the number of prompts has to be a multiple of, to fill optimizer steps."""
         step = self.samples_per_optimizer_step
         return step // math.gcd(step, self.samples_per_prompt)
-
-    def problems(self, key: str, *, multiple_of: int = 1) -> list[Problem]:
-        """What does not divide, reported under `key`, which holds the number of prompts.
-
-        Args:
-            multiple_of: a further condition on the number of prompts; the values that are proposed meet it too.
-        """
-        if self.prompts % self.divisor == 0:
-            return []
-        divisor = math.lcm(self.divisor, multiple_of)
-        low, high = nearest_multiples(self.prompts, divisor)
-        args, step = self.role.training_args, self.samples_per_optimizer_step
-        expected = (
-            f"a multiple of {divisor}, so that {self.prompts} x {self.samples_per_prompt} samples fill the optimizer "
-            f"steps of {self.role.name} ({step} = {self.ranks} ranks x per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} x gradient_accumulation_steps {args.gradient_accumulation_steps})"
-        )
-        return [wrong(key, self.prompts, expected, f"use {low} or {high}")]
 
 
 def division_problems(
     plans: Iterable[BatchPlan], key: str, *, multiple_of: int = 1
 ) -> list[Problem]:
-    """The first plan that does not divide, with values that suit all of them."""
+    """The first plan that does not divide, under `key`, with values that suit all plans.
+
+    Args:
+        multiple_of: a further condition on the number of prompts.
+    """
     plans = list(plans)
     common = math.lcm(multiple_of, *(plan.divisor for plan in plans))
-    found = [problem for plan in plans for problem in plan.problems(key, multiple_of=common)]
-    return found[:1]
+    for plan in plans:
+        if plan.prompts % plan.divisor == 0:
+            continue
+        low, high = nearest_multiples(plan.prompts, common)
+        args, step = plan.role.training_args, plan.samples_per_optimizer_step
+        expected = (
+            f"a multiple of {common}, so that {plan.prompts} x {plan.samples_per_prompt} samples "
+            f"fill the optimizer steps of {plan.role.name} ({step} = {plan.ranks} ranks x "
+            f"per_device_train_batch_size {args.per_device_train_batch_size} x "
+            f"gradient_accumulation_steps {args.gradient_accumulation_steps})"
+        )
+        return [wrong(key, plan.prompts, expected, f"use {low} or {high}")]
+    return []

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.configs.base import Problem
 from roll.configs.model_files import cached_snapshot, model_of_run, read_json, saved_tensors
 from roll.configs.pipeline_config import BaseConfig
-from roll.configs.problems import Problem
 from roll.configs.worker_config import WorkerConfig
 
 GIB = 1024**3

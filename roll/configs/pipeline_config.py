@@ -1,4 +1,4 @@
-"""What all pipelines share: steps, lengths, files, machines, and how roles get what follows from them."""
+"""What all pipelines share: steps, lengths, files, machines, and what roles get from them."""
 
 from __future__ import annotations
 
@@ -6,83 +6,35 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from roll.configs.batch_plan import BatchPlan
-from roll.configs.config_model import (
+from roll.configs.base import (
     LATE,
-    UNUSED_IN_ROLL,
     AtLeastOne,
     AtLeastZero,
     ConfigModel,
+    ConfigProblems,
     Late,
-    NoEffect,
     Positive,
+    Problem,
     Whole,
-    is_without_effect,
+    wrong,
 )
-from roll.configs.option_groups import RolloutMockConfig, RouterArguments, TransferBackendArguments
-from roll.configs.problems import ConfigProblems, Problem, wrong
+from roll.configs.batch_plan import BatchPlan
+from roll.configs.roll_keys import keys_without_effect
 from roll.configs.worker_config import EnvironmentVariables, WorkerConfig
 
-# For the pipelines that generate nothing: fields of `BaseConfig` that say how to.
-_FIXED_STEP = "a step is per_device_train_batch_size x gradient_accumulation_steps on every rank"
-NO_ROLLOUTS = {
-    "rollout_batch_size": _FIXED_STEP,
-    "val_batch_size": "all rows of the validation are scored",
-    "rollout_dump_dir": "nothing is generated",
-    "rollout_mock": "nothing is generated",
-    "model_update_buffer_size_mb": "weights stay where they are trained",
-}
-_PROFILER = NoEffect("torch.profiler and the run report replace it")
-_ROUTER = NoEffect("engines batch requests themselves, and workers get equal shares")
 
-
-def _script_name() -> str:
-    return Path(sys.argv[0]).stem or "roll"
-
-
-class ScheduleConfig(ConfigModel):
-    """How generation requests are scheduled."""
-
-    generate_opt_level: Annotated[Whole, Field(ge=0, le=1), _ROUTER] = 1
-    """0 generates a batch with one call, 1 sends requests one by one as workers become free."""
-
-    is_num_return_sequences_expand: Annotated[bool, _ROUTER] = False
-    """Send every sample of a prompt as a request of its own instead of asking the engine for several."""
-
-    max_running_requests: Annotated[AtLeastOne, _ROUTER] = 128
-    """Requests that one generating worker runs at the same time."""
-
-    is_use_additional_prompts: Annotated[bool, _ROUTER] = False
-    """Keep more prompts in flight than a batch needs, because filters may drop some."""
-
-    max_additional_running_prompts: Annotated[AtLeastZero, _ROUTER] = 16
-    """How many more."""
-
-    user_defined_rollout_loop_cls: Annotated[str, NoEffect("subclass the pipeline instead")] = (
-        "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
-    )
-    """Dotted path of the class that turns a prompt into samples."""
-
-    router_args: Annotated[RouterArguments | None, _ROUTER] = None
-    """How requests find a worker; null is the pipeline's own router."""
-
-
-class BaseConfig(ScheduleConfig):
+class BaseConfig(ConfigModel):
     """A pipeline: its steps, lengths, files and machines."""
-
-    ignored_keys: ClassVar[frozenset[str]] = frozenset(
-        {"train_batch_size", "track_name", "model_name", "transfer_queue", "use_additional_prompts"}
-    )
 
     pipeline_cls: str | None = None
     """Dotted path of the pipeline class; null is the one that belongs to this config."""
 
     backend: Literal["auto", "local", "ray"] = "auto"
-    """Where workers run: in this process, on Ray, or (auto) on Ray only if a role with a model has several workers."""
+    """Where workers run: in this process, on Ray, or (auto) on Ray if a model has several workers."""
 
-    exp_name: str = Field(default_factory=_script_name)
+    exp_name: str = Field(default_factory=lambda: Path(sys.argv[0]).stem or "roll")
     """Name of the experiment; the config file's name, or the script's, if left out."""
 
     seed: Whole = 42
@@ -94,17 +46,8 @@ class BaseConfig(ScheduleConfig):
     output_dir: str = "./output"
     """Folder that runs are written to."""
 
-    base_dir: Annotated[str, UNUSED_IN_ROLL] = "./output"
-    """A second name for the output folder."""
-
-    logging_dir: Annotated[str, NoEffect("a run's folder has all there is")] = "./output/logs"
-    """Folder of log files."""
-
-    rollout_dump_dir: str | None = None
-    """Folder that gets every sample with its reward; null writes none."""
-
     track_with: str | list[str] = "tensorboard"
-    """Where metrics are shown besides metrics.jsonl: tensorboard, wandb, trackio, stdout, none, or a list of these."""
+    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, stdout, none, or a list of them."""
 
     tracker_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the tracker."""
@@ -118,28 +61,11 @@ class BaseConfig(ScheduleConfig):
     max_ckpt_to_keep: AtLeastZero = 0
     """Checkpoints that are kept; 0 keeps all."""
 
-    logging_steps: Annotated[AtLeastOne, NoEffect("every step is logged")] = 1
-    """Pipeline steps between two lines of the log."""
-
     eval_steps: Annotated[Whole, Field(ge=-1)] = 10
     """Pipeline steps between two validations; 0 or -1 never validates."""
 
-    rollout_batch_size: AtLeastOne = 128
-    """Prompts (RLVR) or trajectories (agentic) of a pipeline step."""
-
-    val_batch_size: Whole = 128
-    """Trajectories of a validation (agentic); -1 runs all of them."""
-
-    local_rank: Annotated[Whole, UNUSED_IN_ROLL] = -1
-    """Rank on this machine."""
-
     resume_from_checkpoint: bool | str = False
     """Folder of a checkpoint to continue from; true takes the newest one."""
-
-    checkpoint_config: Annotated[
-        dict[str, Any], NoEffect("checkpoints stay in the run's folder")
-    ] = Field(default_factory=dict)
-    """Where checkpoints are copied to; reaches every role."""
 
     prompt_length: AtLeastOne = 1024
     """Longest prompt, in tokens; longer ones are dropped from the data."""
@@ -156,31 +82,8 @@ class BaseConfig(ScheduleConfig):
     val_sequence_length: Annotated[AtLeastOne, Late] = LATE
     """`sequence_length` of the validation; given together with `val_prompt_length` or not at all."""
 
-    profiler_timeline: Annotated[bool, _PROFILER] = False
-    """Record a timeline."""
-
-    profiler_memory: Annotated[bool, _PROFILER] = False
-    """Record memory."""
-
-    report_length_and_rewards: Annotated[bool, _PROFILER] = False
-    """Record lengths and rewards of prompts."""
-
     is_offload_states: bool = False
-    """Keep only the models of roles at work on the GPU, the others in the CPU's memory; vLLM keeps what it has."""
-
-    is_offload_optimizer_states_in_train_step: Annotated[bool, NoEffect("it is for Megatron")] = (
-        False
-    )
-    """Move optimizer states to the CPU's memory during forward and backward passes."""
-
-    length_profiler_dir: Annotated[str, _PROFILER] = "./output/profiler"
-    """Folder of `report_length_and_rewards`."""
-
-    profiler_output_dir: Annotated[str, _PROFILER] = "./output/profiler"
-    """Folder of the profiler."""
-
-    otlp_output_dir: Annotated[str, NoEffect("there are no OpenTelemetry traces")] = "./output/otlp"
-    """Folder of traces."""
+    """Keep models of roles at work on the GPU, the others in host memory; vLLM keeps what it has."""
 
     system_envs: EnvironmentVariables = Field(default_factory=dict)
     """Environment variables of the roles with a model, unless a role sets its own."""
@@ -194,26 +97,8 @@ class BaseConfig(ScheduleConfig):
     num_gpus_per_node: AtLeastZero = 8
     """GPUs of one machine."""
 
-    model_download_type: Annotated[
-        str | None, NoEffect("models come from a folder or from Hugging Face")
-    ] = None
-    """Where ROLL downloads models from."""
-
-    rollout_mock: RolloutMockConfig | None = None
-    """Record or replay rollouts."""
-
-    transfer_backend: Annotated[
-        TransferBackendArguments | None, NoEffect("batches travel with the calls")
-    ] = None
-    """A store for batches between roles."""
-
     default_worker_cls: ClassVar[dict[str, str]] = {}
     """Worker class of every role with a model, for those that name none."""
-
-    @field_validator("checkpoint_config", "tracker_kwargs", mode="before")
-    @classmethod
-    def _null_is_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
 
     @model_validator(mode="after")
     def _settle_everything(self) -> Self:
@@ -222,7 +107,11 @@ class BaseConfig(ScheduleConfig):
         problems = self._problems()
         if problems:
             raise ConfigProblems(problems)
-        self._settle_schedules()
+        # A learning-rate schedule is as long as the run has optimizer steps.
+        for name, plan in self.batch_plans().items():
+            steps = {"max_steps": plan.total_optimizer_steps}
+            training_args = plan.role.training_args.model_copy(update=steps)
+            self._change_role(name, training_args=training_args)
         return self
 
     # What a pipeline adds to. Each extends the one of its base class.
@@ -233,59 +122,39 @@ class BaseConfig(ScheduleConfig):
             raise ConfigProblems([Problem("sequence_length", missing)])
         if self.sequence_length is None:
             self.settle(sequence_length=self.prompt_length + (self.response_length or 0))
-        elif self.response_length not in (None, self.sequence_length - self.prompt_length):
-            expected = (
-                f"sequence_length - prompt_length = {self.sequence_length - self.prompt_length}"
-            )
-            raise ConfigProblems(
-                [
-                    wrong(
-                        "response_length",
-                        self.response_length,
-                        expected,
-                        "remove one of the two lengths",
-                    )
-                ]
-            )
-        given = (self.val_prompt_length is not None, self.val_sequence_length is not None)
-        if given == (False, False):
-            self.settle(
-                val_prompt_length=self.prompt_length, val_sequence_length=self.sequence_length
-            )
-        elif given != (True, True):
-            missing = "val_sequence_length" if given[0] else "val_prompt_length"
-            if not is_without_effect(type(self).model_fields[missing]):
-                raise ConfigProblems(
-                    [
-                        Problem(
-                            missing, "missing; the two lengths of the validation are set together"
-                        )
-                    ]
-                )
-            self.settle(**{missing: getattr(self, missing.removeprefix("val_"))})
+        room = self.sequence_length - self.prompt_length
+        if self.response_length not in (None, room):
+            expected = f"sequence_length - prompt_length = {room}"
+            fix = "remove one of the two lengths"
+            raise ConfigProblems([wrong("response_length", self.response_length, expected, fix)])
+        lengths = ("prompt_length", "sequence_length")
+        given = [key for key in lengths if getattr(self, f"val_{key}") is not None]
+        for key in lengths:
+            if key in given:
+                continue
+            if given and f"val_{key}" not in keys_without_effect(type(self)):
+                missing = "missing; the two lengths of the validation are set together"
+                raise ConfigProblems([Problem(f"val_{key}", missing)])
+            self.settle(**{f"val_{key}": getattr(self, key)})
 
     def _settle_roles(self) -> None:
         """Give every role its name and what it inherits from the pipeline."""
         for name, role in self.all_roles().items():
-            training_args = role.training_args.model_copy(
-                update={"seed": self.seed, "output_dir": self.output_dir}
-            )
+            shared = {"seed": self.seed, "output_dir": self.output_dir}
+            training_args = role.training_args.model_copy(update=shared)
             values: dict[str, Any] = {"name": name, "training_args": training_args}
             if name in self.default_worker_cls:
                 values["system_envs"] = {**self.system_envs, **role.system_envs}
                 values["worker_cls"] = role.worker_cls or self.default_worker_cls[name]
                 model = role.model_args.model_name_or_path or self.default_model(name)
-                values["model_args"] = role.model_args.model_copy(
-                    update={"model_name_or_path": model}
-                )
+                model_args = role.model_args.model_copy(update={"model_name_or_path": model})
+                values["model_args"] = model_args
             self._change_role(name, **values)
-        devices = [
-            device for role in self.all_roles().values() for device in role.device_mapping or []
-        ]
-        if devices and self.num_gpus_per_node:
-            self.settle(
-                num_nodes=max(self.num_nodes, -(-(max(devices) + 1) // self.num_gpus_per_node))
-            )
+        mappings = [role.device_mapping or [] for role in self.all_roles().values()]
+        highest = max((device for devices in mappings for device in devices), default=-1)
+        if highest >= 0 and self.num_gpus_per_node:
+            num_nodes = highest // self.num_gpus_per_node + 1
+            self.settle(num_nodes=max(self.num_nodes, num_nodes))
 
     def _problems(self) -> list[Problem]:
         """Values that do not fit together."""
@@ -293,55 +162,50 @@ class BaseConfig(ScheduleConfig):
         for name, strategies in self.allowed_strategies().items():
             role = self.all_roles().get(name)
             if role is not None and role.holds_model and role.strategy_name not in strategies:
-                expected = "one of " + ", ".join(strategies)
-                problems.append(
-                    wrong(
-                        f"{self.key_of(name)}.strategy_args.strategy_name",
-                        role.strategy_name,
-                        expected,
-                    )
-                )
-        several = [
-            name
-            for name, role in self.active_roles().items()
-            if role.holds_model and role.world_size > 1
-        ]
-        if self.backend == "local" and several:
-            sizes = ", ".join(f"{name} has {self.all_roles()[name].world_size}" for name in several)
-            expected = f'"ray" or "auto", because roles with a model have several workers ({sizes})'
+                key = f"{self.key_of(name)}.strategy_args.strategy_name"
+                problems.append(wrong(key, role.strategy_name, "one of " + ", ".join(strategies)))
+        sizes = self._several_workers()
+        if self.backend == "local" and sizes:
+            has = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            expected = f'"ray" or "auto", because roles with a model have several workers ({has})'
             problems.append(wrong("backend", "local", expected, "or give each of them one worker"))
         for name, plan in self.batch_plans().items():
-            role_key = self.key_of(name)
-            problems += plan.schedule_problems(role_key)
-            budget = plan.role.max_tokens_per_microbatch_in_train
-            if plan.role.use_dynamic_batching_in_train and budget < self.sequence_length:
-                expected = (
-                    f"at least sequence_length = {self.sequence_length}, or one row may not fit"
-                )
-                problems.append(
-                    wrong(f"{role_key}.max_tokens_per_microbatch_in_train", budget, expected)
-                )
+            role, key, total = plan.role, self.key_of(name), plan.total_optimizer_steps
+            warmup = role.training_args.get_warmup_steps(total)
+            # A polynomial schedule divides by the steps after its warm-up: there has to be one.
+            if role.training_args.lr_scheduler_type == "polynomial" and warmup >= total:
+                expected = f"fewer than the {total} optimizer steps of the run"
+                expected += " for a polynomial schedule"
+                problems.append(wrong(f"{key}.training_args.warmup_steps", warmup, expected))
+            budget = role.max_tokens_per_microbatch_in_train
+            if role.use_dynamic_batching_in_train and budget < self.sequence_length:
+                expected = f"at least sequence_length = {self.sequence_length}"
+                expected += ", or one row may not fit"
+                key = f"{key}.max_tokens_per_microbatch_in_train"
+                problems.append(wrong(key, budget, expected))
         return problems
 
-    def cautions(self) -> list[str]:
-        """Settings that do not do together what each says alone: one sentence each, with the names of the keys."""
-        return []
-
-    def _settle_schedules(self) -> None:
-        """A learning-rate schedule is as long as the run has optimizer steps."""
-        for name, plan in self.batch_plans().items():
-            training_args = plan.role.training_args.model_copy(
-                update={"max_steps": plan.total_optimizer_steps}
-            )
-            self._change_role(name, training_args=training_args)
+    def _several_workers(self) -> dict[str, int]:
+        roles = self.active_roles().items()
+        several = {name: role.world_size for name, role in roles if role.holds_model}
+        return {name: size for name, size in several.items() if size > 1}
 
     def _change_role(self, role_name: str, /, **values: Any) -> None:
-        """Replace a role by a copy with other values; the object that the caller passed in stays as it is."""
+        """Replace a role by a changed copy; the object that the caller passed in stays as it is."""
         field, _, entry = self.key_of(role_name).partition(".")
         role = self.all_roles()[role_name].model_copy(update=values)
         self.settle(**{field: {**getattr(self, field), entry: role} if entry else role})
 
     # What a reader asks.
+
+    @property
+    def kind(self) -> str:
+        """Which pipeline: dpo, rlvr, agentic or sft. (Only the four have the field `pipeline`.)"""
+        return str(getattr(self, "pipeline", ""))
+
+    def cautions(self) -> list[str]:
+        """Settings that do not do together what each says alone, one sentence each."""
+        return []
 
     def all_roles(self) -> dict[str, WorkerConfig]:
         """Every role by its name, used or not."""
@@ -353,7 +217,7 @@ class BaseConfig(ScheduleConfig):
 
     def default_model(self, role_name: str) -> str | None:
         """The model of a role that names none."""
-        return None
+        return getattr(self, "pretrain", None)
 
     def active_roles(self) -> dict[str, WorkerConfig]:
         """The roles that a run starts."""
@@ -371,30 +235,31 @@ class BaseConfig(ScheduleConfig):
         """What a valid config still lacks before a run can start: a model, a strategy, data."""
         problems = []
         without_model = []
+        missing_model = "missing; a folder or a Hugging Face name of the model"
         for name, strategies in self.allowed_strategies().items():
             role = self.active_roles().get(name)
-            if role is not None and not role.holds_model:
-                missing = f"missing; {name} needs a strategy: strategy_name: {strategies[0]} runs anywhere"
-                problems.append(Problem(f"{self.key_of(name)}.strategy_args", missing))
-            elif (
-                role is not None
-                and role.model_args.model_name_or_path is None
-                and name in self.default_worker_cls
-            ):
+            if role is None:
+                continue
+            key = self.key_of(name)
+            if not role.holds_model:
+                how = f"strategy_name: {strategies[0]} runs anywhere"
+                missing = f"missing; {name} needs a strategy: {how}"
+                problems.append(Problem(f"{key}.strategy_args", missing))
+            elif role.model_args.model_name_or_path is None and name in self.default_worker_cls:
                 without_model.append(name)
-            elif role is not None and role.model_args.model_name_or_path is None:
-                key = f"{self.key_of(name)}.model_args.model_name_or_path"
-                problems.append(
-                    Problem(key, "missing; a folder or a Hugging Face name of the model")
-                )
+            elif role.model_args.model_name_or_path is None:
+                problems.append(Problem(f"{key}.model_args.model_name_or_path", missing_model))
         if without_model:
             roles = ", ".join(without_model)
-            problems.append(
-                Problem(
-                    "pretrain", f"missing; a folder or a Hugging Face name of the model for {roles}"
-                )
-            )
+            problems.append(Problem("pretrain", f"{missing_model} for {roles}"))
         return problems
+
+    def _missing_file(self, name: str, what: str) -> list[Problem]:
+        """A problem if the role `name` has no data."""
+        data_args = getattr(self, name).data_args
+        if data_args is not None and data_args.files:
+            return []
+        return [Problem(f"{name}.data_args.file_name", f"missing; name {what}")]
 
     def idle_keys(self) -> dict[str, str]:
         """Keys that someone wrote and that another key makes useless, with the reason."""
@@ -402,19 +267,15 @@ class BaseConfig(ScheduleConfig):
         trackers = [self.track_with] if isinstance(self.track_with, str) else self.track_with
         if self.tracker_kwargs and set(trackers) <= {"stdout", "jsonl", "none"}:
             idle["tracker_kwargs"] = "no tracker of track_with takes options"
-        is_derived = (
-            "sequence_length" not in self.model_fields_set
-            or "response_length" in self.model_fields_set
-        )
+        written = self.model_fields_set
+        is_derived = "sequence_length" not in written or "response_length" in written
         if self._is_written("prompt_length") and not is_derived:
             idle["prompt_length"] = "sequence_length is the limit"
         for name, role in self.all_roles().items():
             for phase in ("train", "infer"):
-                budget = f"max_tokens_per_microbatch_in_{phase}"
-                if getattr(role, budget) and not getattr(role, f"use_dynamic_batching_in_{phase}"):
-                    idle[f"{self.key_of(name)}.{budget}"] = (
-                        f"use_dynamic_batching_in_{phase} is off"
-                    )
+                budget, switch = f"max_tokens_per_microbatch_in_{phase}", "use_dynamic_batching_in_"
+                if getattr(role, budget) and not getattr(role, switch + phase):
+                    idle[f"{self.key_of(name)}.{budget}"] = f"{switch}{phase} is off"
         return idle
 
     def _is_written(self, key: str) -> bool:
@@ -424,11 +285,16 @@ class BaseConfig(ScheduleConfig):
 
     @property
     def execution_backend(self) -> Literal["local", "ray"]:
-        """Where workers run, decided: Ray if asked for, or if a role with a model has more than one worker."""
-        several = any(
-            role.holds_model and role.world_size > 1 for role in self.active_roles().values()
-        )
-        return "ray" if self.backend == "ray" or several else "local"
+        """Where workers run, decided: Ray if asked for, or if a model has several workers."""
+        return "ray" if self.backend == "ray" or self._several_workers() else "local"
+
+    @property
+    def template(self) -> str:
+        """The chat template in effect, for rows whose tag has none of its own."""
+        actor: WorkerConfig | None = getattr(self, "actor_train", None)
+        data_args = None if actor is None else actor.data_args
+        own = getattr(self, "global_template", None)
+        return own or (data_args.template if data_args else None) or "native"
 
     def with_max_steps(self, max_steps: int) -> Self:
         """The same config for a run of another length, its schedules included."""

@@ -1,4 +1,7 @@
-"""What the two pipelines that learn from rewards share: roles, rewards, advantages and losses."""
+"""What the two pipelines that learn from rewards share: roles, rewards, advantages and losses.
+
+ROLL's import path `roll.configs.base_config` is this module.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,121 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from roll.algorithms.estimators import ESTIMATORS, Estimator, RewardNorm, get_estimator
 from roll.algorithms.surrogates import POLICY_LOSSES, get_policy_loss
-from roll.configs.batch_plan import BatchPlan
-from roll.configs.config_model import (
-    UNUSED_IN_ROLL,
+from roll.configs.arguments import GeneratingArguments
+from roll.configs.base import (
     AtLeastOne,
     AtLeastZero,
+    BelowOne,
+    ConfigModel,
+    ConfigProblems,
     Fraction,
     NonNegative,
     Number,
     Positive,
+    Problem,
+    Unread,
+    did_you_mean,
+    wrong,
 )
-from roll.configs.generating_args import GeneratingArguments
-from roll.configs.option_groups import TrainInferCorrectionConfig
+from roll.configs.batch_plan import BatchPlan
 from roll.configs.pipeline_config import BaseConfig
-from roll.configs.problems import ConfigProblems, Problem, did_you_mean, wrong
 from roll.configs.worker_config import (
     GENERATE_STRATEGIES,
     INFER_STRATEGIES,
     TRAIN_STRATEGIES,
     WorkerConfig,
-    is_actor_infer_overlapping_with_any_cluster,
 )
 
 ASYNC_CONCURRENCY = 1000  # Ray's own default for workers with async methods
+Granularity = Literal["token", "segment", "geometric", "sequence"]
+RouterArguments = ScheduleConfig = TransferBackendArguments = Unread
+
+
+class RolloutMockConfig(ConfigModel):
+    """Record rollouts, or replay recorded ones, to compare two runs on the same data."""
+
+    enable: bool = False
+    """Record or replay."""
+
+    mode: Literal["dump", "mock"] = "dump"
+    """`dump` records, `mock` replays."""
+
+    dump_dir: str = "./rollout_mock_dumps"
+    """Folder of the recorded batches."""
+
+
+class TrainInferISWeightConfig(ConfigModel):
+    """Weights that correct for sampling with slightly other probabilities than those trained on."""
+
+    enabled: bool = False
+    """Multiply the policy loss by the weights."""
+
+    weight_type: Granularity = "token"
+    """Tokens that share one ratio: each alone, a run of response tokens, the sequence (mean or sum)."""
+
+    upper_bound: Positive | None = 1.2
+    """Largest weight; null leaves weights as they are."""
+
+    detach: bool = True
+    """Send no gradient through the weights."""
+
+
+class TrainInferFilterConfig(ConfigModel):
+    """Leaves out tokens whose training and sampling probabilities are too far apart."""
+
+    enabled: bool = False
+    """Apply this filter."""
+
+    agg_type: Granularity = "token"
+    """Tokens that are judged together."""
+
+    ratio_enabled: bool = True
+    """Judge the ratio of the two probabilities."""
+
+    ratio_low: NonNegative = 0.8
+    """Smallest ratio that is kept."""
+
+    ratio_high: NonNegative = 1.2
+    """Largest ratio that is kept."""
+
+    diff_enabled: bool = False
+    """Judge the difference of the two probabilities."""
+
+    diff_low: Number = -0.2
+    """Smallest difference that is kept."""
+
+    diff_high: Number = 0.2
+    """Largest difference that is kept."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> TrainInferFilterConfig:
+        problems: list[Problem] = []
+        for kind in ("ratio", "diff"):
+            low, high = getattr(self, f"{kind}_low"), getattr(self, f"{kind}_high")
+            if low > high:
+                expected = f"at most {kind}_high = {high:g}"
+                problems.append(wrong(f"{kind}_low", low, expected, "no token would be kept"))
+        if problems:
+            raise ConfigProblems(problems)
+        return self
+
+
+class TrainInferCorrectionConfig(ConfigModel):
+    """What is done about the difference between the probabilities of sampling and of training."""
+
+    is_weight: TrainInferISWeightConfig = Field(default_factory=TrainInferISWeightConfig)
+    """Importance weights."""
+
+    filters: list[TrainInferFilterConfig] = Field(default_factory=list)
+    """Filters, all of which a token has to pass."""
 
 
 class PPOConfig(BaseConfig):
-    """A pipeline that generates, scores and learns from the scores: roles, rewards, advantages and losses."""
-
-    ignored_keys: ClassVar[frozenset[str]] = BaseConfig.ignored_keys | {
-        "reward_norm",
-        "reward_shift",
-        "reward_scale",
-    }
+    """A pipeline that generates, scores and learns from the scores."""
 
     # roles
 
@@ -59,19 +140,25 @@ class PPOConfig(BaseConfig):
     """Generates with the policy."""
 
     critic: WorkerConfig = Field(default_factory=WorkerConfig)
-    """Trains the value model; started for `adv_estimator: gae`."""
+    """Trains the value model; started for an `adv_estimator` that needs values, such as gae."""
 
     reference: WorkerConfig = Field(default_factory=WorkerConfig)
     """The policy before training."""
-
-    reward: WorkerConfig | None = Field(default_factory=WorkerConfig)
-    """A reward model."""
 
     async_generation_ratio: NonNegative = 0.0
     """Batches that generation may run ahead of training; 0 takes turns."""
 
     log_samples_per_step: AtLeastZero | None = 16
-    """Samples of a step that are written to the run's `rollouts/`, for the report; null writes all, 0 none."""
+    """Samples of a step that the run's `rollouts/` gets, for the report; null writes all, 0 none."""
+
+    rollout_batch_size: AtLeastOne = 128
+    """Prompts (RLVR) or trajectories (agentic) of a pipeline step."""
+
+    rollout_dump_dir: str | None = None
+    """Folder that gets every sample with its reward; null writes none."""
+
+    rollout_mock: RolloutMockConfig | None = None
+    """Record or replay rollouts."""
 
     # optimisation
 
@@ -81,21 +168,18 @@ class PPOConfig(BaseConfig):
     max_grad_norm: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down."""
 
-    l2: Annotated[Number, UNUSED_IN_ROLL] = 0.0
-    """L2 penalty."""
-
     critic_warmup: AtLeastZero = 0
     """Pipeline steps in which only the critic is trained."""
 
     # policy loss
 
-    pg_clip: Annotated[Number, Field(ge=0, lt=1)] | None = 0.2
+    pg_clip: BelowOne | None = 0.2
     """The probability ratio is clipped to 1 - pg_clip and 1 + pg_clip."""
 
     use_pg_clip_range: bool = False
     """Clip to 1 - pg_clip_low and 1 + pg_clip_high instead."""
 
-    pg_clip_low: Annotated[Number, Field(ge=0, lt=1)] = 0.2
+    pg_clip_low: BelowOne = 0.2
     """Lower side of the clip."""
 
     pg_clip_high: NonNegative = 0.2
@@ -105,16 +189,16 @@ class PPOConfig(BaseConfig):
     """Bound the loss of tokens with a negative advantage."""
 
     dual_clip_c: Annotated[Number, Field(gt=1)] | None = None
-    """That bound, as a multiple of the advantage; null is 1 + 2 * pg_clip."""
+    """Largest loss with `dual_clip_loss`, in multiples of the advantage; null: 1 + 2 * pg_clip."""
 
     use_kl_loss: bool = False
     """Add the KL divergence from the reference to the loss."""
 
     kl_loss_coef: NonNegative = 0.0
-    """Weight of that divergence."""
+    """Weight of the KL divergence in the loss."""
 
     kl_loss_type: Literal["k3", "low_var_kl", "k2", "mse", "abs", "k3+"] = "k3"
-    """Its estimator. On-policy, `k3` has the gradient of KL(reference, policy), `k2` and `k3+` that of the reverse."""
+    """KL estimator of the loss: `k3` has the gradient of KL(reference, policy), `k2`, `k3+` the reverse."""
 
     entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
@@ -133,7 +217,7 @@ class PPOConfig(BaseConfig):
     # KL penalty in the reward
 
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl"] = "kl"
-    """Estimator of the divergence from the reference in the reward; `kl_loss_type` is that in the loss."""
+    """KL estimator of the penalty in the reward; `kl_loss_type` is that of the loss."""
 
     target_kl: Positive | None = None
     """Divergence that an adaptive penalty aims at; null keeps the penalty fixed."""
@@ -149,15 +233,6 @@ class PPOConfig(BaseConfig):
 
     # rewards and advantages
 
-    use_reward_scaling: Annotated[bool, UNUSED_IN_ROLL] = False
-    """Scale rewards."""
-
-    add_len_reward: Annotated[bool, UNUSED_IN_ROLL] = False
-    """Reward length."""
-
-    use_reward_norm: Annotated[bool, UNUSED_IN_ROLL] = False
-    """Normalise rewards."""
-
     reward_clip: NonNegative | None = None
     """Rewards are clipped to plus and minus this; null or 0 does not clip."""
 
@@ -171,7 +246,7 @@ class PPOConfig(BaseConfig):
     """Advantages are clipped to plus and minus this; null does not clip."""
 
     adv_estimator: str = Field("gae", examples=list(ESTIMATORS))
-    """How rewards become advantages: one of these names, or the dotted path of an `Estimator` of your own."""
+    """How rewards become advantages: a name, or the dotted path of an `Estimator` of your own."""
 
     lambd: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
@@ -180,24 +255,24 @@ class PPOConfig(BaseConfig):
     """Discount per token."""
 
     norm_mean_type: Literal["batch", "group", "running"] | None = None
-    """Over what the mean is taken that is subtracted from rewards; null subtracts none."""
+    """Over what the mean is taken that is subtracted from rewards; null: none."""
 
     norm_std_type: Literal["batch", "group", "running"] | None = None
-    """Over what the standard deviation is taken that rewards are divided by; null divides by none."""
+    """Over what the standard deviation is taken that rewards are divided by; null: none."""
 
     # reference and old log-probabilities
 
     enable_reference: bool = False
-    """Compute log-probabilities under the reference; on whenever `use_kl_loss` or `init_kl_coef` needs them."""
+    """Compute log-probs under the reference; on if `use_kl_loss` or `init_kl_coef` needs them."""
 
     enable_old_logprobs_recompute: bool = False
-    """Compute the policy's log-probabilities before training; on whenever a batch takes several optimizer steps."""
+    """Compute the policy's log-probs before training; on if a batch takes several optimizer steps."""
 
     force_disable_old_logprobs_recompute: bool = False
-    """Never compute them."""
+    """Never compute the policy's log-probs before training."""
 
     log_probs_at_sampling_temperature: bool = True
-    """Divide the logits by the sampling temperature in training too, so that both speak of one distribution."""
+    """Divide the logits by the sampling temperature in training too: one distribution for both."""
 
     train_infer_correction: TrainInferCorrectionConfig = Field(
         default_factory=TrainInferCorrectionConfig
@@ -205,7 +280,7 @@ class PPOConfig(BaseConfig):
     """What is done about the difference between sampling and training."""
 
     first_ratio_tolerance: NonNegative | None = None
-    """Largest mean of |ratio - 1| at a step's first update before the run stops; null is 0.001 (bf16: 0.05), 0 off."""
+    """Mean of |ratio - 1| at a step's first update that stops the run; null: 0.001 (bf16 0.05), 0 off."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": "roll.pipeline.base_worker.ActorWorker",
@@ -219,13 +294,14 @@ class PPOConfig(BaseConfig):
     def _refuse_estimators(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "full":
             raise ValueError(
-                "it needs the probabilities of the whole vocabulary under both models, and only those of the sampled "
-                "tokens are computed; k3 comes nearest: unbiased and never negative"
+                "it needs the probabilities of the whole vocabulary under both models, and only "
+                "those of the sampled tokens are computed; k3 comes nearest: unbiased and never "
+                "negative"
             )
         if value in ("kl", "k1") and info.field_name == "kl_loss_type":
             raise ValueError(
-                "as a loss its gradient does not depend on the reference, and is 0 in the mean: nothing would hold the "
-                "policy; k2 and k3+ have the gradient of the divergence"
+                "as a loss its gradient does not depend on the reference, and is 0 in the mean: "
+                "nothing would hold the policy; k2 and k3+ have the gradient of the divergence"
             )
         return value
 
@@ -242,40 +318,39 @@ class PPOConfig(BaseConfig):
 
     def _settle_roles(self) -> None:
         super()._settle_roles()
-        infer = self.actor_infer
+        infer, actor = self.actor_infer, self.actor_train
         sampling = (infer.generating_args or GeneratingArguments()).model_copy(
             update={"num_return_sequences": self.samples_per_prompt}
         )
-        concurrency = max(infer.max_concurrency, self.max_running_requests + 1, ASYNC_CONCURRENCY)
+        concurrency = max(infer.max_concurrency, ASYNC_CONCURRENCY)
         self._change_role("actor_infer", generating_args=sampling, max_concurrency=concurrency)
+        rows_per_rank = self.rollout_batch_size * self.samples_per_prompt // actor.dp_size
+        needs_old_logprobs = (
+            self.enable_old_logprobs_recompute
+            or self.estimator.rows_are_turns
+            or rows_per_rank // actor.rows_per_optimizer_step > 1
+            or self.init_kl_coef > 0
+            # The policy that samples is not the one that is trained, so the loss needs both.
+            or self.async_pipeline
+        )
+        if self.force_disable_old_logprobs_recompute:
+            needs_old_logprobs = False
         self.settle(
             enable_reference=self.enable_reference or self.use_kl_loss or self.init_kl_coef > 0,
-            enable_old_logprobs_recompute=self._needs_old_logprobs(),
+            # Against the sampler the column is the sampler's: it is there, and costs nothing.
+            enable_old_logprobs_recompute=needs_old_logprobs or self.ratio_is_to_sampler,
         )
 
     def default_model(self, role_name: str) -> str | None:
         return (self.reward_pretrain or self.pretrain) if role_name == "critic" else self.pretrain
 
-    def _needs_old_logprobs(self) -> bool:
-        if self.ratio_is_to_sampler:  # the column is the sampler's, so there is nothing to compute
-            return True
-        if self.force_disable_old_logprobs_recompute:
-            return False
-        rows_per_rank = (
-            self.rollout_batch_size * self.samples_per_prompt // self.actor_train.dp_size
-        )
-        several_steps = rows_per_rank // self.actor_train.rows_per_optimizer_step > 1
-        needed = self.estimator.rows_are_turns or several_steps or self.init_kl_coef > 0
-        # With async_pipeline the policy that samples is not the one that is trained, so the loss needs both.
-        return needed or self.async_pipeline or self.enable_old_logprobs_recompute
-
     def _problems(self) -> list[Problem]:
         problems = super()._problems()
-        if self.async_pipeline and self.generate_opt_level != 1:
-            expected = "1, because async_generation_ratio is above 0"
-            problems.append(wrong("generate_opt_level", self.generate_opt_level, expected))
         if self.async_pipeline and self.backend == "local":
-            expected = '"ray" or "auto", because roles in one process take turns and async_generation_ratio is above 0'
+            expected = (
+                '"ray" or "auto", because roles in one process take turns and '
+                "async_generation_ratio is above 0"
+            )
             problems.append(wrong("backend", "local", expected))
         if self.pg_clip is None and not self.use_pg_clip_range:
             problems.append(wrong("pg_clip", None, "a number, because use_pg_clip_range is off"))
@@ -291,65 +366,67 @@ class PPOConfig(BaseConfig):
         return [*super().cautions(), *self._norm_cautions(), *self._ratio_cautions()]
 
     def _norm_cautions(self) -> list[str]:
-        norms = self.estimator.reward_norm
         written = {"norm_mean_type": self.norm_mean_type, "norm_std_type": self.norm_std_type}
-        return [] if norms is None else self._overridden_norms(written, norms)
+        return self._overridden_norms(written, self.estimator.reward_norm)
 
-    def _overridden_norms(self, written: Mapping[str, str | None], norms: RewardNorm) -> list[str]:
-        """One sentence about the keys that ask for another normalisation of rewards than the estimator's own."""
+    def _overridden_norms(
+        self, written: Mapping[str, str | None], norms: RewardNorm | None
+    ) -> list[str]:
+        """About keys that ask for another normalisation of rewards than the estimator's own."""
+        if norms is None:
+            return []
         pairs = zip(written.items(), norms, strict=True)
         keys = [f"{key}: {value}" for (key, value), norm in pairs if value not in (None, norm)]
-        mean, std = (norm or "none" for norm in norms)
-        rule = f"adv_estimator: {self.adv_estimator} normalises rewards by its own rule (mean: {mean}, std: {std})"
-        return [f"without effect: {', '.join(keys)}; {rule}"] if keys else []
+        if not keys:
+            return []
+        rule = f"(mean: {norms.mean or 'none'}, std: {norms.std or 'none'})"
+        estimator = f"adv_estimator: {self.adv_estimator}"
+        own = f"{estimator} normalises rewards by its own rule {rule}"
+        return [f"without effect: {', '.join(keys)}; {own}"]
 
     def _ratio_cautions(self) -> list[str]:
-        """A ratio that tokens share passes on the mean of their advantages, which is news where they differ."""
+        """A ratio that tokens share passes on the mean of their advantages: news if they differ."""
         key = "ratio_type" if "ratio_type" in type(self).model_fields else "importance_sampling"
         scope = getattr(self, key, "token")
         by_turn = scope == "segment" and self.estimator.turn_advantages
-        if (
-            scope not in ("seq", "segment")
-            or by_turn
-            or not getattr(get_policy_loss(self.actor_train.pg_variant), "through_ratio", False)
-        ):
+        loss = get_policy_loss(self.actor_train.pg_variant)
+        through_ratio = getattr(loss, "through_ratio", False)
+        if scope not in ("seq", "segment") or by_turn or not through_ratio:
             return []
-        differ = {
-            f"adv_estimator: {self.adv_estimator}": self.estimator.needs_values,
-            f"add_token_level_kl: true with init_kl_coef: {self.init_kl_coef:g}": (
-                self.add_token_level_kl and self.init_kl_coef > 0
-            ),
-            f"gamma: {self.gamma:g}": self.gamma < 1,
-            "whiten_rewards: true": self.whiten_rewards,
-        }
-        causes = [cause for cause, is_so in differ.items() if is_so]
+        causes = []
+        if self.estimator.needs_values:
+            causes.append(f"adv_estimator: {self.adv_estimator}")
+        if self.add_token_level_kl and self.init_kl_coef > 0:
+            causes.append(f"add_token_level_kl: true with init_kl_coef: {self.init_kl_coef:g}")
+        if self.gamma < 1:
+            causes.append(f"gamma: {self.gamma:g}")
+        if self.whiten_rewards:
+            causes.append("whiten_rewards: true")
         if not causes:
             return []
         unit = "turn" if scope == "segment" else "row"
         return [
-            f"{key}: {scope} trains every token on the mean advantage of the {unit}, and {' and '.join(causes)} gives "
-            f"tokens advantages of their own; {key}: {scope}_token keeps those"
+            f"{key}: {scope} trains every token on the mean advantage of the {unit}, and "
+            f"{' and '.join(causes)} gives tokens advantages of their own; {key}: {scope}_token "
+            "keeps those"
         ]
 
     def all_roles(self) -> dict[str, WorkerConfig]:
         roles = {"actor_train": self.actor_train, "actor_infer": self.actor_infer}
-        roles |= {"reference": self.reference, "critic": self.critic}
-        return roles if self.reward is None else {**roles, "reward": self.reward}
+        return roles | {"reference": self.reference, "critic": self.critic}
 
     def active_roles(self) -> dict[str, WorkerConfig]:
-        """Without a reference that is not needed or is the policy without its adapter, and without an unused critic. A
-        replay of dumped rollouts has only roles that are trained or score: nothing generates, nothing is judged."""
-        unused = set()
+        """Without an unused critic, and without a reference that is unused or is the policy without
+        its adapter. A replay of dumped rollouts generates nothing and judges nothing."""
+        roles = self.all_roles()
         if not self.enable_reference or self.actor_train.model_args.is_lora:
-            unused.add("reference")
+            del roles["reference"]
         if not self.estimator.needs_values:
-            unused.add("critic")
-        used = ("actor_train", "reference", "critic") if self.is_replay else self.all_roles()
-        return {
-            name: role
-            for name, role in self.all_roles().items()
-            if name in used and name not in unused
-        }
+            del roles["critic"]
+        if self.is_replay:
+            trained = ("actor_train", "reference", "critic")
+            roles = {name: role for name, role in roles.items() if name in trained}
+        return roles
 
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -393,11 +470,9 @@ class PPOConfig(BaseConfig):
             "value_clip": (no_critic, self.estimator.needs_values),
             "critic_warmup": (no_critic, self.estimator.needs_values),
         }
-        idle |= {
-            key: why
-            for key, (why, is_on) in switches.items()
-            if self._is_written(key) and not is_on
-        }
+        for key, (why, is_on) in switches.items():
+            if self._is_written(key) and not is_on:
+                idle[key] = why
         role, used = self.actor_train, get_policy_loss(self.actor_train.pg_variant)
         for loss in POLICY_LOSSES.values():
             for key in getattr(loss, "config_keys", {}).values():
@@ -412,10 +487,9 @@ class PPOConfig(BaseConfig):
 
     @property
     def execution_backend(self) -> Literal["local", "ray"]:
-        """Where workers run, decided: also on Ray where generation goes on while the policy is trained."""
-        return (
-            "ray" if self.async_pipeline and self.backend == "auto" else super().execution_backend
-        )
+        """Also on Ray where generation goes on while the policy is trained."""
+        is_ahead = self.async_pipeline and self.backend == "auto"
+        return "ray" if is_ahead else super().execution_backend
 
     @property
     def samples_per_prompt(self) -> int:
@@ -423,7 +497,7 @@ class PPOConfig(BaseConfig):
 
     @property
     def rows_are_turns(self) -> bool:
-        """Whether a trajectory becomes one row per turn, so that their number is known only after generation."""
+        """Whether a trajectory becomes a row per turn, whose number is known after generation."""
         return False
 
     @property
@@ -441,15 +515,9 @@ class PPOConfig(BaseConfig):
 
     @property
     def advantage_settings(self) -> dict[str, Any]:
-        """What the estimator of advantages is told, under the names of `compute_advantage`'s arguments."""
-        names = (
-            "gamma",
-            "lambd",
-            "adv_estimator",
-            "advantage_clip",
-            "whiten_advantages",
-            "whiten_rewards",
-        )
+        """What `compute_advantage` is told, by the names of its arguments."""
+        names = ("gamma", "lambd", "adv_estimator", "advantage_clip")
+        names += ("whiten_advantages", "whiten_rewards")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -458,8 +526,10 @@ class PPOConfig(BaseConfig):
 
     @property
     def max_staleness(self) -> int:
-        """Steps that the oldest token of a sample may be behind the step that trains on it: those that generation runs
-        ahead, and those that the weights of `actor_infer` are behind themselves."""
+        """Steps that the oldest token of a sample may be behind the step that trains on it.
+
+        They are the steps that generation runs ahead, and those that `actor_infer` itself is behind.
+        """
         return math.ceil(self.async_generation_ratio) + self.actor_infer.model_update_frequency - 1
 
     @property
@@ -470,13 +540,15 @@ class PPOConfig(BaseConfig):
 
     @property
     def ratio_is_to_sampler(self) -> bool:
-        """Whether the loss takes its ratio against the policies that sampled: they may be older than the one before
-        this step's updates, and nothing else corrects for that."""
+        """Whether the loss takes its ratio against the policies that sampled.
+
+        They may be older than the one before this step's updates, with no other correction for it.
+        """
         return self.async_pipeline and not self.corrects_sampling
 
     @property
     def ratio_tolerance(self) -> float | None:
-        """`first_ratio_tolerance` in effect; None never stops: a correction of the gap is on, or samples are stale."""
+        """`first_ratio_tolerance` in effect; None with a correction of the gap or stale samples."""
         if self.corrects_sampling or self.async_pipeline or self.first_ratio_tolerance == 0:
             return None
         if self.first_ratio_tolerance is not None:
@@ -487,31 +559,10 @@ class PPOConfig(BaseConfig):
     @property
     def is_replay(self) -> bool:
         """Whether rollouts come from a dump, so that nothing generates and nothing is scored."""
-        return (
-            self.rollout_mock is not None
-            and self.rollout_mock.enable
-            and self.rollout_mock.mode == "mock"
-        )
+        mock = self.rollout_mock
+        return mock is not None and mock.enable and mock.mode == "mock"
 
     @property
     def is_dump(self) -> bool:
-        """Whether rollouts are dumped."""
-        return (
-            self.rollout_mock is not None
-            and self.rollout_mock.enable
-            and self.rollout_mock.mode == "dump"
-        )
-
-    @property
-    def reference_configs(self) -> dict[str, WorkerConfig]:
-        return {"default": self.reference}
-
-    @property
-    def is_actor_infer_colocated(self) -> bool:
-        """Whether `actor_infer` shares GPUs with training, reference or critic."""
-        return is_actor_infer_overlapping_with_any_cluster(
-            self.actor_infer,
-            actor_train=self.actor_train,
-            reference=self.reference,
-            critic=self.critic,
-        )
+        mock = self.rollout_mock
+        return mock is not None and mock.enable and mock.mode == "dump"

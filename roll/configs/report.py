@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from roll.configs.base import plain_values
 from roll.configs.batch_plan import BatchPlan
-from roll.configs.config_model import plain_values
-from roll.configs.loader import LoadedConfig
+from roll.configs.load import LoadedConfig
 from roll.configs.memory import MemoryEstimate
 from roll.configs.pipeline_config import BaseConfig
 from roll.configs.ppo_config import PPOConfig
@@ -66,7 +66,7 @@ def check_report(
 ) -> CheckReport:
     """The report on a config, with what `roll.pipeline.preflight` found."""
     config = loaded.config
-    pipeline = str(getattr(config, "pipeline"))  # noqa: B009, every pipeline's config has it, BaseConfig has not
+    pipeline = config.kind
     plans = config.batch_plans()
     cells = [_cells(plan, _UNITS[pipeline]) for plan in plans.values()]
     labels = list(cells[0]) if cells else []

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from roll.algorithms.surrogates import POLICY_LOSSES, get_policy_loss
-from roll.configs.config_model import (
+from roll.configs.arguments import (
+    DataArguments,
+    GeneratingArguments,
+    ModelArguments,
+    TrainingArguments,
+    parse_device_mapping,
+)
+from roll.configs.base import (
     LATE,
-    UNUSED_IN_ROLL,
     AtLeastOne,
     AtLeastZero,
     ConfigModel,
+    ConfigProblems,
     Fraction,
     Late,
-    NoEffect,
     NonNegative,
-)
-from roll.configs.data_args import DataArguments
-from roll.configs.device_mapping import parse_device_mapping
-from roll.configs.generating_args import GeneratingArguments
-from roll.configs.model_args import ModelArguments
-from roll.configs.problems import (
-    ConfigProblems,
     Problem,
+    Unread,
     did_you_mean,
     nearest_multiples,
     show,
     wrong,
 )
+from roll.configs.roll_keys import UNSUPPORTED_STRATEGIES, keys_without_effect
 from roll.configs.strategy_options import Fsdp2Options, option_problems, options_of
-from roll.configs.training_args import TrainingArguments
-from roll.configs.unsupported import UNSUPPORTED_STRATEGIES
 
 TRAIN_STRATEGIES = ("hf_train", "fsdp2_train", "deepspeed_train")
 INFER_STRATEGIES = ("hf_infer", "fsdp2_infer", "deepspeed_infer")
 GENERATE_STRATEGIES = ("hf_infer", "vllm")
 STRATEGIES = (*TRAIN_STRATEGIES, *INFER_STRATEGIES, "vllm")
-
-_MEGATRON = NoEffect("it is for Megatron")
+RouterReplayConfig = Unread
+_DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def _numbers_as_text(value: Any) -> Any:
-    # `OMP_NUM_THREADS: 2` means the text "2"; true and false have no such obvious text. Nothing at all is no variable.
-    if value is None:
-        return {}
+    # `OMP_NUM_THREADS: 2` means the text "2"; true and false have no such obvious text.
     if not isinstance(value, dict):
         return value
     return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
 
 
 EnvironmentVariables = Annotated[dict[str, str], BeforeValidator(_numbers_as_text)]
-_DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 class StrategyArguments(ConfigModel):
     """Which library runs a role's model, and its own options."""
 
     strategy_name: str = "fsdp2_train"
-    """hf_train, fsdp2_train or deepspeed_train to train; hf_infer, fsdp2_infer, deepspeed_infer or vllm otherwise."""
+    """To train hf_train, fsdp2_train, deepspeed_train; else hf_, fsdp2_, deepspeed_infer or vllm."""
 
     strategy_config: dict[str, Any] = Field(default_factory=dict)
     """Options of the strategy, see below; vLLM's engine arguments; a whole DeepSpeed config."""
@@ -70,30 +67,27 @@ class StrategyArguments(ConfigModel):
     def _known(cls, name: str) -> str:
         if name in UNSUPPORTED_STRATEGIES:
             nearest = UNSUPPORTED_STRATEGIES[name]
-            raise ConfigProblems(
-                [
-                    Problem(
-                        "",
-                        f'the strategy "{name}" is not supported; the nearest one is "{nearest}"',
-                    )
-                ]
-            )
+            why = f'the strategy "{name}" is not supported; the nearest one is "{nearest}"'
+            raise ConfigProblems([Problem("", why)])
         if name not in STRATEGIES:
             guess = did_you_mean(name, STRATEGIES)
             raise ConfigProblems([wrong("", name, "one of " + ", ".join(STRATEGIES), guess)])
         return name
-
-    @field_validator("strategy_config", mode="before")
-    @classmethod
-    def _null_is_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
 
     @model_validator(mode="after")
     def _check_options(self) -> StrategyArguments:
         problems = option_problems(self.strategy_name, self.strategy_config)
         if problems:
             raise ConfigProblems([problem.under("strategy_config") for problem in problems])
+        idle = keys_without_effect(type(options_of(self.strategy_name, self.strategy_config)))
+        kept = {key: value for key, value in self.strategy_config.items() if key not in idle}
+        self.settle(strategy_config=kept)
         return self
+
+    def part(self, key: str) -> Any:
+        if key != "strategy_config":
+            return super().part(key)
+        return options_of(self.strategy_name, self.strategy_config)
 
 
 class SequencePackingConfig(ConfigModel):
@@ -115,17 +109,8 @@ class SequencePackingConfig(ConfigModel):
     """Fewest micro-batches of an optimizer step."""
 
 
-class RouterReplayConfig(ConfigModel):
-    """Replay of expert routing from generation in training; only switched off here."""
-
-    mode: Literal["disable"] = "disable"
-    """`disable` is the only mode that exists here."""
-
-
 class WorkerConfig(ConfigModel):
-    """A role. Its number of workers follows from `device_mapping`, else it is `world_size`, else one."""
-
-    ignored_keys: ClassVar[frozenset[str]] = frozenset({"use_remove_padding", "eval_steps"})
+    """A role. It has workers as `device_mapping` says, else `world_size`, else one."""
 
     name: str | None = None
     """Name of the role; the pipeline sets it (`actor_train`, `reference` ...)."""
@@ -134,7 +119,7 @@ class WorkerConfig(ConfigModel):
     """Class of the workers, or its dotted path; each pipeline has its own default."""
 
     pg_variant: str | None = Field(None, examples=list(POLICY_LOSSES))
-    """Form of the policy loss: one of these names, or the dotted path of a surrogate; null is `ppo`."""
+    """Form of the policy loss: a name, or the dotted path of a surrogate; null is `ppo`."""
 
     model_args: ModelArguments = Field(default_factory=ModelArguments)
     """The model."""
@@ -152,13 +137,13 @@ class WorkerConfig(ConfigModel):
     """How the model runs; null means that the role holds no model."""
 
     world_size: Annotated[AtLeastOne, Late] = LATE
-    """Workers of the role; with `device_mapping` it is the number of GPUs over `num_gpus_per_worker`."""
+    """Workers of the role; with `device_mapping`, its GPUs over `num_gpus_per_worker`."""
 
     device_mapping: list[int] | None = None
-    """GPUs of the role, counted over all machines: `[0, 1]` or `list(range(0,8))`; null uses no GPU numbers."""
+    """GPUs of the role, counted over all machines: `[0, 1]` or `list(range(0,8))`; null: none."""
 
     num_gpus_per_worker: AtLeastZero = 1
-    """GPUs of one worker: 1 for all but vLLM, where it is tensor times pipeline parallel size; 0 without GPUs."""
+    """GPUs of one worker: 1, or with vLLM tensor times pipeline parallel size; 0 without GPUs."""
 
     model_update_frequency: AtLeastOne = 1
     """Pipeline steps between two copies of the trained weights to this role."""
@@ -203,54 +188,19 @@ class WorkerConfig(ConfigModel):
     """Fill micro-batches up to a number of tokens instead of a number of rows."""
 
     max_tokens_per_microbatch_in_train: AtLeastZero = 0
-    """That number of tokens, padding included."""
+    """Tokens of a micro-batch in training, padding included; for `use_dynamic_batching_in_train`."""
 
     sequence_length_round_in_train: AtLeastOne = 4
-    """Micro-batches are padded to a multiple of this."""
+    """Micro-batches in training are padded to a multiple of this."""
 
     use_dynamic_batching_in_infer: bool = False
-    """The same for passes without gradients."""
+    """Fill micro-batches without gradients up to a number of tokens."""
 
     max_tokens_per_microbatch_in_infer: AtLeastOne | None = None
-    """That number of tokens, padding included."""
+    """Tokens of a micro-batch without gradients; for `use_dynamic_batching_in_infer`."""
 
     sequence_length_round_in_infer: AtLeastOne = 4
-    """Micro-batches are padded to a multiple of this."""
-
-    offload_nccl: Annotated[bool, NoEffect("communicators stay")] = False
-    """Free NCCL's buffers between steps."""
-
-    use_sequence_packing: Annotated[bool, _MEGATRON] = False
-    """Put several sequences in one row."""
-
-    sequence_packing_args: Annotated[SequencePackingConfig, _MEGATRON] = Field(
-        default_factory=SequencePackingConfig
-    )
-    """How sequences are packed."""
-
-    logits_in_fp32: Annotated[bool, _MEGATRON] = False
-    """Make logits float32; here log-probabilities are always computed in float32."""
-
-    router_replay: Annotated[RouterReplayConfig, _MEGATRON] = Field(
-        default_factory=RouterReplayConfig
-    )
-    """Replay of expert routing."""
-
-    apply_loss_scale: Annotated[
-        bool, NoEffect("gradients are sums over global counts, so nothing is rescaled")
-    ] = True
-    """Undo the mean over micro-batches and ranks that a backend takes."""
-
-    mtp_training_mode: Annotated[Literal["disabled"], _MEGATRON] = "disabled"
-    """Multi-token prediction heads; only switched off here."""
-
-    tag_included: Annotated[list[str], UNUSED_IN_ROLL] = Field(default_factory=list)
-    """Tags of the rows that this role judges; rewards use it."""
-
-    checkpoint_config: Annotated[
-        dict[str, Any] | None, NoEffect("checkpoints stay in the run's folder")
-    ] = None
-    """Where checkpoints go; copied from the pipeline."""
+    """Micro-batches without gradients are padded to a multiple of this."""
 
     @field_validator("device_mapping", mode="before")
     @classmethod
@@ -276,98 +226,69 @@ class WorkerConfig(ConfigModel):
     @field_validator("worker_cls")
     @classmethod
     def _class_or_path(cls, value: Any) -> Any:
-        if isinstance(value, str) and not _DOTTED_PATH.fullmatch(value):
-            raise ConfigProblems(
-                [wrong("", value, "a class or its dotted path such as package.module.ClassName")]
-            )
-        if value is not None and not isinstance(value, str) and not callable(value):
-            raise ConfigProblems(
-                [wrong("", value, "a class or its dotted path such as package.module.ClassName")]
-            )
-        return value
+        is_path = isinstance(value, str) and _DOTTED_PATH.fullmatch(value)
+        if value is None or is_path or (callable(value) and not isinstance(value, str)):
+            return value
+        expected = "a class or its dotted path such as package.module.ClassName"
+        raise ConfigProblems([wrong("", value, expected)])
 
     @field_serializer("worker_cls")
     def _path_of_class(self, value: Any) -> str | None:
-        return (
-            value
-            if value is None or isinstance(value, str)
-            else f"{value.__module__}.{value.__qualname__}"
-        )
+        if value is None or isinstance(value, str):
+            return value
+        return f"{value.__module__}.{value.__qualname__}"
 
     @model_validator(mode="after")
     def _settle_workers(self) -> WorkerConfig:
-        self.settle(num_gpus_per_worker=self._gpus_per_worker())
-        problems = self._device_problems() + self._batching_problems()
+        problems = []
+        for phase in ("train", "infer"):
+            key = f"max_tokens_per_microbatch_in_{phase}"
+            if getattr(self, f"use_dynamic_batching_in_{phase}") and not getattr(self, key):
+                expected = f"a number of tokens, because use_dynamic_batching_in_{phase} is on"
+                fix = "twice sequence_length is a start"
+                problems.append(wrong(key, getattr(self, key), expected, fix))
+        devices, gpus = self.device_mapping, max(self.num_gpus_per_worker, 1)
+        if devices is None:
+            self.settle(num_gpus_per_worker=0, world_size=self.world_size or 1)
+        else:
+            if self.strategy_name == "vllm":
+                gpus = math.prod(self._parallel_sizes())
+            elif self.holds_model and self.strategy_name != "hf_infer":
+                gpus = 1
+            self.settle(num_gpus_per_worker=gpus, world_size=len(devices) // gpus)
+            if len(devices) % gpus:
+                low, high = nearest_multiples(len(devices), gpus)
+                expected = f"a multiple of the {gpus} GPUs of one worker"
+                fix = f"name {low} or {high} GPUs"
+                problems.append(wrong("device_mapping", devices, expected, fix))
         if problems:
             raise ConfigProblems(problems)
-        if self.device_mapping is not None:
-            self.settle(world_size=len(self.device_mapping) // self.num_gpus_per_worker)
-        elif self.world_size is None:
-            self.settle(world_size=1)
         options = options_of(self.strategy_name or "", self.strategy_config)
         if isinstance(options, Fsdp2Options) and 1 < (options.fsdp_size or 1) < self.world_size:
-            expected = f"{self.world_size}, the number of ranks: not built yet: sharding over a part of them"
             key = "strategy_args.strategy_config.fsdp_size"
+            why = "the number of ranks: not built yet: sharding over a part of them"
+            expected = f"{self.world_size}, {why}"
             raise ConfigProblems([wrong(key, options.fsdp_size, expected, "remove it")])
         dtype = self.model_args.dtype
         precision = {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
         self.settle(training_args=self.training_args.model_copy(update=precision))
         return self
 
-    def _gpus_per_worker(self) -> int:
-        if self.device_mapping is None:
-            return 0
-        if self.strategy_name == "vllm":
-            return self._parallel_size("tensor_parallel_size") * self._parallel_size(
-                "pipeline_parallel_size"
-            )
-        if self.holds_model and self.strategy_name != "hf_infer":
-            return 1
-        return max(self.num_gpus_per_worker, 1)
-
-    def _parallel_size(self, option: str) -> int:
-        size = self.strategy_config.get(option)
-        if size is None:
-            return 1
-        if type(size) is not int or size < 1:
-            key = f"strategy_args.strategy_config.{option}"
-            raise ConfigProblems([wrong(key, size, "a whole number of at least 1")])
-        return size
-
-    def _device_problems(self) -> list[Problem]:
-        if self.device_mapping is None or len(self.device_mapping) % self.num_gpus_per_worker == 0:
-            return []
-        low, high = nearest_multiples(len(self.device_mapping), self.num_gpus_per_worker)
-        expected = f"a multiple of the {self.num_gpus_per_worker} GPUs of one worker"
-        return [
-            wrong("device_mapping", self.device_mapping, expected, f"name {low} or {high} GPUs")
-        ]
-
-    def _batching_problems(self) -> list[Problem]:
-        problems = []
-        for phase, budget in (
-            ("train", self.max_tokens_per_microbatch_in_train),
-            ("infer", self.max_tokens_per_microbatch_in_infer),
-        ):
-            if getattr(self, f"use_dynamic_batching_in_{phase}") and not budget:
-                expected = f"a number of tokens, because use_dynamic_batching_in_{phase} is on"
-                problems.append(
-                    wrong(
-                        f"max_tokens_per_microbatch_in_{phase}",
-                        budget,
-                        expected,
-                        "twice sequence_length is a start",
-                    )
-                )
-        return problems
+    def _parallel_sizes(self) -> list[int]:
+        """GPUs of one vLLM engine: tensor and pipeline parallel size."""
+        sizes = []
+        for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+            size = self.strategy_config.get(option)
+            sizes.append(1 if size is None else size)
+            if type(sizes[-1]) is not int or sizes[-1] < 1:
+                key = f"strategy_args.strategy_config.{option}"
+                raise ConfigProblems([wrong(key, size, "a whole number of at least 1")])
+        return sizes
 
     def start_problems(self) -> list[Problem]:
-        """What the role's strategy refuses before it loads a model, although the config is a valid one."""
+        """What the role's strategy refuses before it loads a model, although the config is valid."""
         problems = []
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        if self.strategy_name == "vllm" and any(
-            self._parallel_size(option) > 1 for option in sizes
-        ):
+        if self.strategy_name == "vllm" and max(self._parallel_sizes()) > 1:
             why = (
                 "a vLLM engine of this strategy runs on one device; set tensor_parallel_size and "
                 "pipeline_parallel_size to 1 and use more workers (world_size or device_mapping)"
@@ -375,8 +296,8 @@ class WorkerConfig(ConfigModel):
             problems.append(Problem("strategy_args.strategy_config", why))
         if self.model_args.dtype == "fp16" and self.strategy_name in ("hf_train", "fsdp2_train"):
             why = (
-                f"found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does not scale the loss: "
-                "small gradients would vanish. deepspeed_train scales it"
+                f"found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does "
+                "not scale the loss: small gradients would vanish. deepspeed_train scales it"
             )
             problems.append(Problem("model_args.dtype", why))
         return problems

@@ -42,7 +42,7 @@ from typing import Any, ClassVar, Self
 from rich.console import Console
 
 from roll import __version__
-from roll.configs.loader import dump_yaml
+from roll.configs.load import dump_yaml
 from roll.configs.pipeline_config import BaseConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager

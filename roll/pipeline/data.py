@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from roll.configs.data_args import MAX_LENGTHS, DataArguments
-from roll.configs.problems import did_you_mean
+from roll.configs.arguments import MAX_LENGTHS, DataArguments
+from roll.configs.base import did_you_mean
 from roll.datasets.encoding import encode_answers, encode_prompts
 from roll.datasets.preference import encode_preferences
 from roll.datasets.sampler import EpochSampler, PromptSampler

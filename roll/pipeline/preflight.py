@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll.configs.compose import compose
-from roll.configs.data_args import MAX_LENGTHS, DataArguments
-from roll.configs.loader import LoadedConfig, build_in_part, located
+from roll.configs.arguments import MAX_LENGTHS, DataArguments
+from roll.configs.base import Problem, did_you_mean
+from roll.configs.load import LoadedConfig, compose
 from roll.configs.memory import MemoryEstimate, estimate_memory, memory_verdict
 from roll.configs.model_files import (
     ADAPTER_CONFIG,
@@ -33,15 +33,13 @@ from roll.configs.model_files import (
     saved_tensors,
 )
 from roll.configs.pipeline_config import BaseConfig
-from roll.configs.problems import Problem, did_you_mean
-from roll.configs.unsupported import unsupported_parts
 from roll.configs.worker_config import WorkerConfig
 from roll.datasets.file_tokenizer import FileTokenizer
 from roll.datasets.tables import JoinedTable, Table, peek_table
 from roll.distributed.scheduler.resource_manager import ResourceManager, missing_gpus
 from roll.exceptions import ConfigError, DataError, MissingDependencyError, install_hint
 from roll.models.checkpoint import read_global_step
-from roll.pipeline.registry import CONFIG_CLASSES, detect_pipeline
+from roll.pipeline.registry import read_config
 from roll.roll_paths import MOVED
 from roll.utils.import_utils import import_class
 from roll.utils.machine import Machine, this_machine
@@ -139,17 +137,8 @@ def examine(
         ConfigError: the file is missing, is not YAML, or has references that do not resolve: there are no values.
     """
     composition = compose(path, overrides)
-    problems = [Problem(key, reason) for key, reason in unsupported_parts(composition.values)]
-    left_out = [problem.key for problem in problems]
-    loaded, findings = None, Findings()
-    try:
-        name = detect_pipeline(composition.values)
-    except ConfigError as error:
-        problems += [] if problems else [Problem("", str(error))]
-    else:
-        loaded, found, absent = build_in_part(composition, CONFIG_CLASSES[name])
-        problems += found
-        left_out += absent
+    loaded, problems, left_out = read_config(composition)
+    findings = Findings()
     if loaded is None:
         _look_at_raw_paths(composition.values, findings)
     else:
@@ -163,7 +152,7 @@ def examine(
     return Checked(
         composition.path,
         loaded,
-        located(composition, problems),
+        composition.located(problems),
         warnings,
         findings.notes,
         findings.memory,
@@ -181,7 +170,7 @@ def preflight(
     is_cluster = _look_at_devices(config, findings, machine)
     for name, role in _started(config).items():
         _look_at_worker(config, name, role, findings)
-    kind = str(getattr(config, "pipeline", ""))
+    kind = config.kind
     if config.pipeline_cls is not None:
         findings.check("pipeline_cls", import_class, str(config.pipeline_cls))
     if getattr(config, "is_replay", False):
@@ -198,8 +187,7 @@ def preflight(
 
 def _started(config: BaseConfig) -> dict[str, WorkerConfig]:
     """The roles that a pipeline makes workers for."""
-    unused = ("reward", "reward_model", "validation")
-    return {name: role for name, role in config.active_roles().items() if name not in unused}
+    return {name: role for name, role in config.active_roles().items() if name != "validation"}
 
 
 # -- the run and its programs ------------------------------------------------------------------------------------------
@@ -653,7 +641,7 @@ def _look_at_data(config: Any, findings: Findings) -> None:
             )
             return
     tokenizer = _tokenizer_of(config, findings)
-    for name, length in MAX_LENGTHS[config.pipeline].items():
+    for name, length in MAX_LENGTHS[config.kind].items():
         role = getattr(config, name)
         data_args: DataArguments | None = None if role is None else role.data_args
         if data_args is None or not data_args.files:
@@ -667,11 +655,12 @@ def _look_at_data(config: Any, findings: Findings) -> None:
                 is_whole = is_whole and found[1]
         if tokenizer is None or not tables or len(findings.errors) > num_errors:
             continue
+        # Imports numpy, which a broken file need not wait for.
+        from roll.pipeline.data import encode_table, make_sampler
+
         table: Table = tables[0] if len(tables) == 1 else JoinedTable(tables)
         # How long rows are is known only with the real tokens, and whether any is left only with all rows.
         max_length = getattr(config, length) if tokenizer.is_exact and is_whole else sys.maxsize
-        from roll.pipeline.data import encode_table, make_sampler  # numpy takes a moment
-
         with _quiet():
             dataset = findings.check(
                 f"{name}.data_args",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.compose import compose
-from roll.configs.loader import LoadedConfig, build_config, refuse_unsupported
+from roll.configs.base import Problem, did_you_mean, wrong
+from roll.configs.load import Composition, ConfigWarning, LoadedConfig, build_config, compose
 from roll.configs.pipeline_config import BaseConfig
-from roll.configs.problems import did_you_mean, wrong
-from roll.configs.unsupported import FOREIGN_PIPELINES
+from roll.configs.roll_keys import FOREIGN_PIPELINES, keys_without_effect, unsupported_parts
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from roll.pipeline.sft.sft_config import SFTConfig
+from roll.utils.import_utils import import_class
 
 if TYPE_CHECKING:
     from roll.pipeline.base_pipeline import BasePipeline
@@ -32,8 +33,23 @@ PIPELINE_CLASSES: Mapping[str, str] = {
     "agentic": "roll.pipeline.agentic.agentic_pipeline.AgenticPipeline",
     "sft": "roll.pipeline.sft.sft_pipeline.SFTPipeline",
 }
-
 EVALUATED = ("rlvr",)  # pipelines that `roll eval` knows
+
+
+def read_config(
+    composition: Composition,
+) -> tuple[LoadedConfig | None, list[Problem], list[str]]:
+    """The config of a composed file for any pipeline; see `build_config` for the three results."""
+    problems = [Problem(key, reason) for key, reason in unsupported_parts(composition.values)]
+    unsupported = [problem.key for problem in problems]
+    if problems and any(key in composition.values for key in FOREIGN_PIPELINES):
+        return None, problems, unsupported  # nothing else of such a file can be judged
+    try:
+        name = detect_pipeline(composition.values)
+    except ConfigError as error:
+        return None, problems or [Problem("", str(error))], unsupported
+    loaded, found, left_out = build_config(composition, CONFIG_CLASSES[name])
+    return loaded, problems + found, unsupported + left_out
 
 
 def load_config(
@@ -43,53 +59,35 @@ def load_config(
 
     Args:
         overrides: `key=value` texts, applied over the file.
-        warn: name the keys without effect in a `ConfigWarning`; they are in the result in any case.
+        warn: name the keys without effect in a `ConfigWarning`; the result has them in any case.
 
     Raises:
         ConfigError: what is wrong with the file, one line per problem.
     """
     composition = compose(path, overrides)
-    lines: list[str] = []
-    try:
-        refuse_unsupported(composition)
-    except ConfigError as error:
-        if any(key in composition.values for key in FOREIGN_PIPELINES):
-            raise  # nothing else of such a file can be judged
-        lines = str(error).splitlines()
-    try:
-        name = detect_pipeline(composition.values)
-    except ConfigError as error:
-        raise ConfigError("\n".join(lines) or f"{composition.path}: {error}") from None
-    try:
-        loaded = build_config(composition, CONFIG_CLASSES[name], warn=warn and not lines)
-    except ConfigError as error:
-        raise ConfigError("\n".join(dict.fromkeys([*lines, *str(error).splitlines()]))) from None
-    if lines:
-        raise ConfigError("\n".join(lines))
+    loaded, problems, _ = read_config(composition)
+    if problems or loaded is None:
+        raise ConfigError("\n".join(composition.located(problems)))
+    for sentence in loaded.warnings() if warn else ():
+        warnings.warn(f"{composition.path}: {sentence}", ConfigWarning, stacklevel=2)
     return loaded
 
 
 def pipeline_class(config: BaseConfig) -> type[BasePipeline]:
-    """The class that runs a config: its `pipeline_cls`, else that of its kind. Imports it, and torch with it."""
-    # The import is here because this module also serves those who only check a file.
-    from roll.utils.import_utils import import_class
-
-    name = str(getattr(config, "pipeline"))  # noqa: B009, every pipeline's config has it, BaseConfig has not
-    return import_class(config.pipeline_cls or PIPELINE_CLASSES[name])
+    """The class that runs a config, its `pipeline_cls` if set. Imports it, and torch with it."""
+    return import_class(config.pipeline_cls or PIPELINE_CLASSES[config.kind])
 
 
 def evaluation(config: BaseConfig) -> Callable[..., dict[str, float]]:
-    """The function that validates a checkpoint on its own: (config, checkpoint, *, samples_to) -> metrics."""
-    name = str(getattr(config, "pipeline"))  # noqa: B009, as above
-    if name not in EVALUATED:
-        raise ConfigError(
-            f"roll eval knows {', '.join(EVALUATED)} configs, and this is one for {name}"
-        )
+    """The function that validates a checkpoint: (config, checkpoint, *, samples_to) -> metrics."""
+    if config.kind not in EVALUATED:
+        known = ", ".join(EVALUATED)
+        raise ConfigError(f"roll eval knows {known} configs, and this is one for {config.kind}")
     return getattr(pipeline_class(config), "evaluate")  # noqa: B009, those of EVALUATED have it
 
 
 def detect_pipeline(values: Mapping[str, Any]) -> str:
-    """The pipeline that composed values are for: by `pipeline`, by `pipeline_cls`, or by keys that only one has.
+    """The pipeline of composed values: by `pipeline`, `pipeline_cls`, or keys that only one has.
 
     Raises:
         ConfigError: there is no sign of any pipeline, or of more than one.
@@ -100,34 +98,28 @@ def detect_pipeline(values: Mapping[str, Any]) -> str:
     if named is not None:
         if not isinstance(named, str) or named not in CONFIG_CLASSES:
             expected = "one of " + ", ".join(CONFIG_CLASSES)
-            raise ConfigError(
-                str(wrong("pipeline", named, expected, did_you_mean(str(named), CONFIG_CLASSES)))
-            )
+            guess = did_you_mean(str(named), CONFIG_CLASSES)
+            raise ConfigError(str(wrong("pipeline", named, expected, guess)))
         return named
+    known = {
+        name: dict.fromkeys([*cls.model_fields, *keys_without_effect(cls)])
+        for name, cls in CONFIG_CLASSES.items()
+    }
+    own: dict[str, list[str]] = {}  # keys that only this pipeline has
+    for name, keys in known.items():
+        others = [known[other] for other in known if other != name]
+        own[name] = [key for key in keys if not any(key in other for other in others)]
     path = str(values.get("pipeline_cls") or "").lower().split(".")
     found = {name: ["pipeline_cls"] for name in CONFIG_CLASSES if name in path}
     if not found:
-        found = {name: [key for key in own_keys(name) if key in values] for name in CONFIG_CLASSES}
-        found = {name: keys for name, keys in found.items() if keys}
+        signs = {name: [key for key in keys if key in values] for name, keys in own.items()}
+        found = {name: keys for name, keys in signs.items() if keys}
     if len(found) == 1:
         return next(iter(found))
     if not found:
-        looked_for = "; ".join(
-            f"{name}: {', '.join(own_keys(name)[:6])} ..." for name in CONFIG_CLASSES
-        )
-        names = ", ".join(CONFIG_CLASSES)
-        raise ConfigError(
-            f"no key says which pipeline this is; add `pipeline:` with one of {names} ({looked_for})"
-        )
+        looked_for = "; ".join(f"{name}: {', '.join(own[name][:6])} ..." for name in own)
+        how = f"add `pipeline:` with one of {', '.join(CONFIG_CLASSES)}"
+        raise ConfigError(f"no key says which pipeline this is; {how} ({looked_for})")
     signs = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in found.items())
-    raise ConfigError(
-        f"keys of several pipelines ({signs}); remove those of the others, or name one with `pipeline:`"
-    )
-
-
-def own_keys(name: str) -> list[str]:
-    """Keys that only the pipeline `name` has."""
-    others = {
-        key for other, cls in CONFIG_CLASSES.items() if other != name for key in cls.model_fields
-    }
-    return [key for key in CONFIG_CLASSES[name].model_fields if key not in others]
+    how = "remove those of the others, or name one with `pipeline:`"
+    raise ConfigError(f"keys of several pipelines ({signs}); {how}")

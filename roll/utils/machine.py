@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll.configs.problems import did_you_mean
+from roll.configs.base import did_you_mean
 from roll.exceptions import ConfigError
 
 GIB = 1024**3

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll.configs.config_model import plain_values
+from roll.configs.base import plain_values
 from roll.configs.pipeline_config import BaseConfig
 from roll.exceptions import MissingDependencyError, install_hint
 from roll.utils.logging import get_logger

@@ -24,7 +24,7 @@ from roll.utils.columns import with_columns
 from roll.utils.metrics.reduction import bring_to_host
 
 if TYPE_CHECKING:
-    from roll.configs.base_config import TrainInferCorrectionConfig
+    from roll.configs.ppo_config import TrainInferCorrectionConfig
 
 IS_WEIGHT = "train_infer_is_weight"
 FILTER_MASK = "train_infer_filter_mask"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args, get_origin
 
-from roll.configs.config_model import ConfigModel
+from roll.configs.base import ConfigModel
 from roll.exceptions import ConfigError
 
 _ABSENT = object()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.loader import dump_yaml, load_yaml
+from roll.configs.load import dump_yaml, load_yaml
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.preflight import examine
 from roll.pipeline.registry import load_config

@@ -1,7 +1,7 @@
-"""No setting is silent: a run reads every field, or the field is marked as one without effect, or it is refused.
+"""No setting is silent: a run reads every field. Keys without effect are in a table, and no fields.
 
-Short runs of all pipelines record which fields of which config class the code reads, other than to check, print or
-copy a config. What they do not reach stands in `field_effects.TESTS`, with the test that shows its effect.
+Short runs of all pipelines record which fields of which config class the code reads, other than to
+check, print or copy a config. `field_effects.TESTS` has the others, with the test of each.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import pytest
 from agentic_setup import STEP, tiny_pipeline_config
 from field_effects import TESTS
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from rlvr_setup import make_inputs, make_values, write_rows
 from tiny_models import make_model_folder
 
-from roll.configs.config_model import ConfigModel, Entries, NoEffect, NotBuilt
-from roll.configs.generating_args import GeneratingArguments
-from roll.configs.loader import _sift
+from roll.configs.arguments import GeneratingArguments
+from roll.configs.base import ConfigModel
+from roll.configs.roll_keys import keys_without_effect
 from roll.configs.strategy_options import OPTIONS
 from roll.engines.request import SamplingParams
-from roll.pipeline.agentic.agentic_config import AgenticConfig
+from roll.pipeline.agentic.agentic_config import AgenticConfig, EnvTemplate
 from roll.pipeline.dpo.dpo_config import DPOConfig
-from roll.pipeline.registry import CONFIG_CLASSES, pipeline_class
+from roll.pipeline.registry import CONFIG_CLASSES, load_config, pipeline_class
 from roll.pipeline.rlvr.rewards.code_sandbox_reward_worker import CodeSandboxRewardWorker
 from roll.pipeline.rlvr.rewards.llm_judge_reward_worker import LLMJudgeRewardWorker
 from roll.pipeline.rlvr.rewards.math_rule_reward_worker import MathRuleRewardWorker
@@ -49,10 +48,6 @@ ONLY_SHOW = (
 )
 
 
-def marked(field: FieldInfo, kind: type) -> list[Any]:
-    return [mark for mark in field.metadata if isinstance(mark, kind)]
-
-
 def key_of(cls: type[ConfigModel], name: str) -> str:
     """`rlvr.RewardConfig.reward_fn`. A pipeline's config has all its fields, other classes those they declare."""
     if cls not in CONFIG_CLASSES.values():
@@ -60,25 +55,20 @@ def key_of(cls: type[ConfigModel], name: str) -> str:
     return f"{cls.__module__.split('.')[-2]}.{cls.__name__}.{name}"
 
 
-def all_fields() -> dict[str, FieldInfo]:
-    """Every field of the four config classes and of what lies in them, except inside of fields that do not work."""
-    found: dict[str, FieldInfo] = {}
+def all_fields() -> set[str]:
+    """Every field of all config classes, except those that the table of keys without effect names."""
+    found: set[str] = set()
 
     def collect(kind: Any) -> None:
         if isinstance(kind, type) and issubclass(kind, ConfigModel):
             for name, field in kind.model_fields.items():
-                is_new = key_of(kind, name) not in found
-                found[key_of(kind, name)] = field
-                if is_new and not marked(field, NoEffect) + marked(field, NotBuilt):
-                    for inner in (
-                        field.annotation,
-                        *(mark.model for mark in marked(field, Entries)),
-                    ):
-                        collect(inner)
+                if name not in keys_without_effect(kind) and key_of(kind, name) not in found:
+                    found.add(key_of(kind, name))
+                    collect(field.annotation)
         for inner in get_args(kind):
             collect(inner)
 
-    for cls in (*CONFIG_CLASSES.values(), *OPTIONS.values()):
+    for cls in (*CONFIG_CLASSES.values(), *OPTIONS.values(), EnvTemplate):
         collect(cls)
     return found
 
@@ -269,17 +259,12 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_field_is_read_by_a_run_or_has_a_test_or_is_without_effect(reads):
-    working = {
-        key
-        for key, field in all_fields().items()
-        if not marked(field, NoEffect) + marked(field, NotBuilt)
-    }
-    silent = working - reads - TESTS.keys()
+def test_every_field_is_read_by_a_run_or_has_a_test(reads):
+    silent = all_fields() - reads - TESTS.keys()
     assert sorted(silent) == [], (
-        "no run reads them: make them work, mark them NoEffect, or name the test of each"
+        "no run reads them: make them work, move them to WITHOUT_EFFECT, or name the test of each"
     )
-    assert sorted(TESTS.keys() - working) == [], "no field with an effect has this name"
+    assert sorted(TESTS.keys() - all_fields()) == [], "no field with an effect has this name"
     assert sorted(TESTS.keys() & reads) == [], "a run reads them, so they need no entry"
 
 
@@ -315,19 +300,13 @@ def test_what_no_run_reads_is_read_somewhere():
     assert {key.rpartition(".")[2] for key in TESTS} <= attributes | texts
 
 
-def test_a_setting_without_effect_is_named_when_it_is_written():
-    """For all fields without effect of all four configs, one at a time, as a file would set them."""
-    for pipeline, cls in CONFIG_CLASSES.items():
-        for name, field in cls.model_fields.items():
-            if marked(field, NoEffect):
-                ignored: list[str] = []
-                _sift(
-                    {"pipeline": pipeline, name: field.get_default(call_default_factory=True)},
-                    cls,
-                    "",
-                    ignored,
-                )
-                assert name in ignored
+@pytest.mark.parametrize(("pipeline", "cls"), CONFIG_CLASSES.items())
+def test_a_setting_without_effect_is_named_when_it_is_written(pipeline, cls, tmp_path):
+    keys = [key for key, why in keys_without_effect(cls).items() if isinstance(why, str)]
+    path = tmp_path / "a.yaml"
+    text = "".join(f"{key}: anything\n" for key in keys)
+    path.write_text(f"pipeline: {pipeline}\nsequence_length: 2048\n{text}")
+    assert load_config(path, warn=False).ignored == tuple(keys)
 
 
 @pytest.mark.parametrize(

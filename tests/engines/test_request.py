@@ -1,6 +1,6 @@
 import pytest
 
-from roll.configs.generating_args import GeneratingArguments
+from roll.configs.arguments import GeneratingArguments
 from roll.engines.request import GenerationOutput, GenerationRequest, SamplingParams
 
 

@@ -17,7 +17,7 @@ from training_setup import PROBES, make_config
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from roll.algorithms.rewards import RunningMoments
-from roll.configs.model_args import ModelArguments
+from roll.configs.arguments import ModelArguments
 from roll.datasets.sampler import EpochSampler
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.resource_manager import ResourceManager

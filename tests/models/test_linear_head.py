@@ -10,7 +10,7 @@ from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from roll.configs.model_args import ModelArguments
+from roll.configs.arguments import ModelArguments
 from roll.models.linear_head import HeadOutput, plain_logits, use_linear_logits
 from roll.models.lora import add_lora
 from roll.ops.linear_logits import LinearLogits

@@ -10,7 +10,7 @@ import torch
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
-from roll.configs.model_args import ModelArguments
+from roll.configs.arguments import ModelArguments
 from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.models.lora import (
     adapter_disabled,

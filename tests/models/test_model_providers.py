@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import roll.models.model_providers as providers
-from roll.configs.model_args import ModelArguments
+from roll.configs.arguments import ModelArguments
 from roll.exceptions import ConfigError, MissingDependencyError
 from roll.models.lora import base_model, is_lora_model
 from roll.models.model_providers import (

@@ -7,7 +7,7 @@ from loss_cases import GARBAGE, loss_and_gradient, narrowed, policy_batch, rando
 
 from roll.algorithms.policy_loss import policy_loss
 from roll.algorithms.surrogates import PPOClip
-from roll.configs.base_config import PPOConfig
+from roll.configs.ppo_config import PPOConfig
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.scheduler.protocol import DataProto
 from roll.ops.log_probs import next_token_log_probs

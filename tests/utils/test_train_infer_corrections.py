@@ -6,7 +6,7 @@ import pytest
 import torch
 from loss_cases import GARBAGE, policy_batch
 
-from roll.configs.base_config import TrainInferCorrectionConfig
+from roll.configs.ppo_config import TrainInferCorrectionConfig
 from roll.utils.train_infer_corrections import (
     apply_train_infer_correction_to_batch,
     compute_train_infer_correction,

@@ -36,7 +36,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from roll.configs.problems import did_you_mean
+from roll.configs.base import did_you_mean
 from roll.configs.strategy_info import STRATEGIES
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.deepspeed_config import complete_config, training_stage, zero_stage

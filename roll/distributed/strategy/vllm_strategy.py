@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from roll.configs.base import did_you_mean
 from roll.configs.model_files import check_model_files, model_of_run
-from roll.configs.problems import did_you_mean
 from roll.configs.strategy_info import STRATEGIES
 from roll.configs.strategy_options import VLLM_IGNORED
 from roll.distributed.scheduler.protocol import DataProto

@@ -7,33 +7,35 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from roll.configs.base_config import PPOConfig
-from roll.configs.batch_plan import division_problems
-from roll.configs.config_model import (
+from roll.configs.arguments import GeneratingArguments
+from roll.configs.base import (
     LATE,
-    UNUSED_IN_ROLL,
     AtLeastOne,
     AtLeastZero,
     ConfigModel,
-    Entries,
+    ConfigProblems,
     Fraction,
     Late,
-    NoEffect,
     NonNegative,
-    NotBuilt,
-    Number,
     Positive,
+    Problem,
+    Unread,
     Whole,
+    did_you_mean,
+    nearest_multiples,
+    problems_of,
+    wrong,
 )
-from roll.configs.generating_args import GeneratingArguments
-from roll.configs.problems import ConfigProblems, Problem, did_you_mean, nearest_multiples, wrong
-from roll.configs.unsupported import NOT_BUILT_YET, UNSUPPORTED_CLASSES, UNSUPPORTED_ENVIRONMENTS
+from roll.configs.batch_plan import division_problems
+from roll.configs.ppo_config import PPOConfig
+from roll.configs.roll_keys import NOT_BUILT_YET, UNSUPPORTED_CLASSES, UNSUPPORTED_ENVIRONMENTS
 from roll.configs.worker_config import WorkerConfig
 from roll.exceptions import ConfigError
 from roll.utils.import_utils import import_class
 
+EnvMonitorConfig = RewardConfig = Unread
 _MANAGERS = "roll.pipeline.agentic.env_manager."
 # `prompts_are_whole` of our own managers, for those who ask without torch, which the classes import.
 PROMPTS_ARE_WHOLE = {
@@ -56,32 +58,24 @@ class RewardNormalizationConfig(ConfigModel):
     """How the scores of trajectories are made comparable."""
 
     grouping: str = "batch"
-    """Column whose equal values form a group (`traj_group_id`, `tags` ...), or `batch` for one group of all."""
+    """Column whose equal values form a group (`traj_group_id`, `tags` ...); `batch`: all are one."""
 
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
-    """Older way to choose the two types below: none, the mean only, or both; `asym_clip` is `mean_std`."""
+    """Older way to choose the two types: none, the mean only, or both; `asym_clip` is `mean_std`."""
 
     norm_mean_type: NormType = None
-    """Over what the mean is taken that is subtracted; follows `method` unless it is written down, null included."""
+    """Over what the mean is taken that is subtracted; follows `method` unless it is written down."""
 
     norm_std_type: NormType = None
-    """Over what the standard deviation is taken that is divided by; follows `method` unless it is written down."""
-
-    global_scale_factor: Annotated[Number | None, UNUSED_IN_ROLL] = None
-    """Factor on all rewards."""
-
-    global_shift_value: Annotated[Number | None, UNUSED_IN_ROLL] = None
-    """Shift of all rewards."""
+    """Over what the standard deviation is taken that divides; follows `method` unless written down."""
 
     @model_validator(mode="after")
     def _types_from_method(self) -> Self:
         scope = "batch" if self.grouping == "batch" else "group"
         if "norm_mean_type" not in self.model_fields_set and self.method != "identity":
             self.settle(norm_mean_type=scope)
-        if "norm_std_type" not in self.model_fields_set and self.method in (
-            "mean_std",
-            "asym_clip",
-        ):
+        with_std = self.method in ("mean_std", "asym_clip")
+        if "norm_std_type" not in self.model_fields_set and with_std:
             self.settle(norm_std_type=scope)
         return self
 
@@ -97,35 +91,16 @@ class LLMProxyConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        known = PROXY_OPTIONS.get(self.proxy_type)
-        unknown = [] if known is None else [key for key in self.proxy_config if key not in known]
-        if known is not None and unknown:
-            has = f"the {self.proxy_type} proxy has " + (", ".join(known) or "no options")
-            how = {key: did_you_mean(key, known) or has for key in unknown}
-            raise ConfigProblems(
-                [Problem(f"proxy_config.{key}", f"unknown key; {how[key]}") for key in unknown]
-            )
+        known = PROXY_OPTIONS.get(self.proxy_type, tuple(self.proxy_config))
+        problems = []
+        for key in self.proxy_config:
+            if key not in known:
+                has = f"the {self.proxy_type} proxy has " + (", ".join(known) or "no options")
+                message = f"unknown key; {did_you_mean(key, known) or has}"
+                problems.append(Problem(f"proxy_config.{key}", message))
+        if problems:
+            raise ConfigProblems(problems)
         return self
-
-
-_JUDGE = NotBuilt(
-    "a role that judges for environments; they judge by themselves, or ask a service of their own",
-    None,
-)
-_ENV_TIMEOUT = NoEffect("environments that hang are ended after env_timeout and counted")
-
-
-class EnvMonitorConfig(ConfigModel):
-    """Watches for environments that no longer answer."""
-
-    enable: Annotated[bool, _ENV_TIMEOUT] = True
-    """Watch."""
-
-    monitor_interval: Annotated[Positive, _ENV_TIMEOUT] = 30.0
-    """Seconds between two looks."""
-
-    hung_timeout: Annotated[Positive, _ENV_TIMEOUT] = 3600.0
-    """Seconds without a sign of life after which an environment is reported."""
 
 
 class EnvTemplate(ConfigModel):
@@ -137,19 +112,19 @@ class EnvTemplate(ConfigModel):
     """
 
     env_type: str | None = None
-    """Id of the environment (frozen_lake, sokoban ...), its dotted path, gymnasium:ID or GEM's own (game:Wordle-v0)."""
+    """Its id (frozen_lake, sokoban ...), dotted path, gymnasium:ID or GEM's own (game:Wordle-v0)."""
 
     env_config: dict[str, Any] = Field(default_factory=dict)
     """The environment's own options."""
 
     env_manager_cls: str = "roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
-    """Dotted path of the class that makes prompts: of whole conversations, or (StepEnvManager) of every turn alone."""
+    """Class that makes prompts: of whole conversations, or (StepEnvManager) of every turn alone."""
 
     agent_runner_cls: str | None = None
-    """Dotted path of a program that asks the policy by itself; not built yet, so that it has to be null."""
+    """Dotted path of a program that asks the policy by itself; not built yet: it has to be null."""
 
     tool_wrapper: dict[str, Any] | None = None
-    """Tools that stand between the policy and the environment; not built yet, so that it has to be null."""
+    """Tools between the policy and the environment; not built yet: it has to be null."""
 
     max_steps: AtLeastOne = 100
     """Turns after which an episode ends."""
@@ -166,38 +141,20 @@ class EnvTemplate(ConfigModel):
     history_length: AtLeastZero = 3
     """Past turns in {history}."""
 
-    use_thread_lock: Annotated[bool, NoEffect("environments do not share a thread")] = False
-    """Let one environment step at a time."""
-
-    max_env_step_concurrent: Annotated[
-        Whole, NoEffect("max_env_num_per_worker says how many share a process")
-    ] = 0
-    """Environments of a worker that step at the same time."""
-
-    @field_validator("env_config", mode="before")
-    @classmethod
-    def _null_is_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
-
 
 def prompts_are_whole(manager: str) -> bool:
-    """Whether the manager class at a dotted path makes a row of each turn. Classes that are not ours are imported for
-    that; ConfigError if there is no such class."""
+    """Whether the manager class at a dotted path makes a row of each turn; imports foreign ones.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
     if manager in PROMPTS_ARE_WHOLE:
         return PROMPTS_ARE_WHOLE[manager]
     found = getattr(import_class(manager), "prompts_are_whole", None)
     if not isinstance(found, bool):
-        raise ConfigError(
-            f"{manager!r} is no environment manager; expected a subclass of {_MANAGERS}base_env_manager.BaseEnvManager"
-        )
+        base = f"{_MANAGERS}base_env_manager.BaseEnvManager"
+        raise ConfigError(f"{manager!r} is no environment manager; expected a subclass of {base}")
     return found
-
-
-class RewardConfig(WorkerConfig):
-    """A judge that environments may ask."""
-
-    llm_proxy: LLMProxyConfig = Field(default_factory=LLMProxyConfig)
-    """Who judges."""
 
 
 class EnvManagerConfig(WorkerConfig):
@@ -224,9 +181,6 @@ class EnvManagerConfig(WorkerConfig):
     max_traj_per_env: Whole = -1
     """Trajectories that an environment may give per pipeline step; -1 is as many as the batch needs."""
 
-    format_penalty: Annotated[Number, NoEffect("environments have their own")] = 0.0
-    """Penalty for a malformed answer."""
-
     worker_cls: Any = "roll.pipeline.agentic.environment_worker.EnvironmentWorker"
     """Class of the workers, or its dotted path."""
 
@@ -240,36 +194,32 @@ class EnvManagerConfig(WorkerConfig):
     """Seconds that one reset or step may take; an environment that takes longer is ended and counted."""
 
     env_retries: AtLeastZero = 1
-    """Times that an episode is started again after its environment failed; then its group goes on without it."""
+    """Times that an episode starts again after a failure; then its group goes on without it."""
 
     env_isolation: bool = True
-    """Play environments in a process per worker, which can be killed; false plays them in this one, for debugging."""
+    """Play in a process per worker, which can be killed; false plays in this one, for debugging."""
 
     env_wait: NonNegative = 2.0
-    """Seconds that ready environments wait for slower ones, so that the policy answers all of them at once."""
+    """Seconds that ready environments wait for slower ones, to be answered all at once."""
 
     @model_validator(mode="after")
     def _settle_groups(self) -> Self:
         if self.num_groups_partition is None:
             share, rest = divmod(self.num_env_groups, max(len(self.tags), 1))
-            self.settle(
-                num_groups_partition=[share + (index < rest) for index in range(len(self.tags))]
-            )
-        problems = []
-        if len(self.num_groups_partition) != len(self.tags):
+            partition = [share + (index < rest) for index in range(len(self.tags))]
+            self.settle(num_groups_partition=partition)
+        partition, expected = self.num_groups_partition, ""
+        if len(partition) != len(self.tags):
             expected = f"one number for each of the {len(self.tags)} tags"
-            problems.append(wrong("num_groups_partition", self.num_groups_partition, expected))
-        elif sum(self.num_groups_partition) != self.num_env_groups:
-            expected = f"numbers that add up to num_env_groups = {self.num_env_groups}, not {sum(self.num_groups_partition)}"
-            problems.append(wrong("num_groups_partition", self.num_groups_partition, expected))
-        if problems:
-            raise ConfigProblems(problems)
-        per_worker = (
-            self.max_env_num_per_worker if self.max_env_num_per_worker > 0 else self.num_envs
-        )
-        self.settle(
-            max_env_num_per_worker=per_worker, world_size=math.ceil(self.num_envs / per_worker)
-        )
+        elif sum(partition) != self.num_env_groups:
+            total = f"num_env_groups = {self.num_env_groups}, not {sum(partition)}"
+            expected = f"numbers that add up to {total}"
+        if expected:
+            raise ConfigProblems([wrong("num_groups_partition", partition, expected)])
+        per_worker = self.max_env_num_per_worker
+        per_worker = per_worker if per_worker > 0 else self.num_envs
+        world_size = math.ceil(self.num_envs / per_worker)
+        self.settle(max_env_num_per_worker=per_worker, world_size=world_size)
         return self
 
     @property
@@ -285,22 +235,11 @@ class EnvManagerConfig(WorkerConfig):
 class AgenticConfig(PPOConfig):
     """Environments, how trajectories are scored, and what of them is trained on."""
 
-    ignored_keys: ClassVar[frozenset[str]] = PPOConfig.ignored_keys | {"default_history_length"}
-
-    inherited_without_effect: ClassVar[Mapping[str, str]] = {
-        "val_prompt_length": "validation trajectories have the lengths of the others",
-        "val_sequence_length": "validation trajectories have the lengths of the others",
-        "norm_mean_type": "reward_normalization has its own",
-        "norm_std_type": "reward_normalization has its own",
-    }
-
     pipeline: Literal["agentic"] = "agentic"
     """Which pipeline this config is for."""
 
-    custom_envs: Annotated[dict[str, dict[str, Any]], Entries(EnvTemplate)] = Field(
-        default_factory=dict
-    )
-    """Environments by tag: `env_type`, `env_manager_cls`, `max_steps`, templates and the environment's own options."""
+    custom_envs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Environments by tag, see EnvTemplate."""
 
     train_env_manager: EnvManagerConfig = Field(default_factory=EnvManagerConfig)
     """Environments of the training."""
@@ -308,32 +247,16 @@ class AgenticConfig(PPOConfig):
     val_env_manager: EnvManagerConfig = Field(default_factory=EnvManagerConfig)
     """Environments of the validation."""
 
-    render_save_dir: Annotated[str | None, UNUSED_IN_ROLL] = None
-    """Folder of rendered frames."""
-
-    # Narrower than in PPOConfig, and frozen.
-    reward: Annotated[RewardConfig | None, _JUDGE] = None  # pyrefly: ignore[bad-override]
-    """A judge that environments may ask."""
-
     reward_normalization: RewardNormalizationConfig = Field(
         default_factory=RewardNormalizationConfig
     )
     """How scores are made comparable."""
 
-    env_monitor: Annotated[EnvMonitorConfig, _ENV_TIMEOUT] = Field(default_factory=EnvMonitorConfig)
-    """Watches for environments that no longer answer."""
-
-    dirty_data_mask: Annotated[bool, UNUSED_IN_ROLL] = False
-    """Mask dirty data."""
-
-    open_feedback_turn: Annotated[bool, UNUSED_IN_ROLL] = False
-    """Give feedback after a turn."""
-
-    use_token_reward: Annotated[bool, UNUSED_IN_ROLL] = False
-    """Use rewards per token."""
+    val_batch_size: Whole = 128
+    """Trajectories of a validation; -1 runs all of them."""
 
     batch_adjust_mode: Literal["copy", "delete", "auto", "random_sample"] = "copy"
-    """Rows that do not divide by the optimizer steps: dealt out (copy, auto), some deleted, or a random part taken."""
+    """Rows that do not divide: dealt out (copy, auto), some deleted, or a random part taken."""
 
     episode_reward_weight: NonNegative = 1.0
     """Weight of the episode's score in GiGPO."""
@@ -345,26 +268,10 @@ class AgenticConfig(PPOConfig):
     """Discount of a step's score per turn."""
 
     ratio_type: Literal["token", "segment", "seq", "segment_token", "seq_token"] = "token"
-    """Tokens with one probability ratio: each, those of a turn, of a row; `_token`: trained on their own advantages."""
-
-    exp_mode: Annotated[str, NoEffect("only one of ROLL's sandbox environments reads it")] = "train"
-    """Mode of a sandbox."""
-
-    partial_gpu_mode: Annotated[
-        bool, NoEffect("roles keep the GPUs that device_mapping gives them")
-    ] = True
-    """Let training take some of the GPUs of generation for the time it needs them."""
+    """Tokens with one probability ratio: each, a turn's, a row's; `_token`: own advantages."""
 
     global_template: str = "native"
     """Chat template of all environments; `native` is the one that comes with the tokenizer."""
-
-    parse_tool_call_parameter_to_dict: Annotated[bool, NoEffect("answers are texts")] = False
-    """Parse the parameters of tool calls before the chat template sees them."""
-
-    skip_mock_system_prompt: Annotated[
-        bool, NoEffect("later turns are cut out of a rendered conversation")
-    ] = False
-    """Do not let the chat template add its own system prompt."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": "roll.pipeline.base_worker.ActorWorker",
@@ -379,86 +286,55 @@ class AgenticConfig(PPOConfig):
             self._change_role("actor_infer", generating_args=given)
         super()._settle_roles()
         sampling = self.actor_infer.generating_args or GeneratingArguments()
-        for name, batch_size in (
-            ("train_env", self.rollout_batch_size),
-            ("val_env", self.val_batch_size),
+        for name, manager, batch_size in (
+            ("train_env", self.train_env_manager, self.rollout_batch_size),
+            ("val_env", self.val_env_manager, self.val_batch_size),
         ):
-            role = self.all_roles()[name]
-            path = role.model_args.model_name_or_path or self.pretrain
-            own = (
-                role.generating_args if name == "val_env" else None
-            )  # validation may be greedy, say
+            # Validation may sample in its own way, greedily say.
+            own = manager.generating_args if name == "val_env" else None
+            model = manager.model_args.model_name_or_path or self.pretrain
+            limit = manager.max_traj_per_env
+            if name == "val_env" and batch_size < 0:
+                limit = sys.maxsize
+            elif limit < 0 or (name == "train_env" and self.async_pipeline):
+                limit = math.ceil(batch_size / (manager.num_env_groups * manager.group_size))
             self._change_role(
                 name,
                 generating_args=own or sampling,
-                model_args=role.model_args.model_copy(update={"model_name_or_path": path}),
-                max_traj_per_env=self._trajectories_per_env(name, batch_size),
+                model_args=manager.model_args.model_copy(update={"model_name_or_path": model}),
+                max_traj_per_env=limit,
             )
-
-    def _trajectories_per_env(self, name: str, batch_size: int) -> int:
-        manager = self.train_env_manager if name == "train_env" else self.val_env_manager
-        if name == "val_env" and batch_size < 0:
-            return sys.maxsize
-        needed = math.ceil(batch_size / (manager.num_env_groups * manager.group_size))
-        is_async = name == "train_env" and self.async_pipeline
-        return needed if is_async or manager.max_traj_per_env < 0 else manager.max_traj_per_env
 
     def _problems(self) -> list[Problem]:
-        problems = (
-            super()._problems() + self._batch_problems() + self._env_problems("train_env_manager")
-        )
-        problems += self._template_problems()
-        if self.async_pipeline and self.train_env_manager.llm_proxy.proxy_type != "policy":
-            found = self.train_env_manager.llm_proxy.proxy_type
-            expected = "policy, because async_generation_ratio is above 0"
-            problems.append(wrong("train_env_manager.llm_proxy.proxy_type", found, expected))
-        if self.eval_steps > 0:
-            problems += self._validation_problems() + self._env_problems("val_env_manager")
-        return problems
-
-    def _norm_cautions(self) -> list[str]:
-        """`reward_normalization` says how; only estimators that ROLL does not have bring a rule of their own."""
-        found, norm = [], self.reward_normalization
-        unread = [
-            key for key in ("norm_mean_type", "norm_std_type") if getattr(self, key) is not None
-        ]
-        if unread:
-            found.append(
-                f"without effect: {', '.join(unread)}; agentic pipelines read reward_normalization"
-            )
-        norms = self.estimator.trajectory_norm()
-        if norms is not None:
-            types = {"norm_mean_type": norm.norm_mean_type, "norm_std_type": norm.norm_std_type}
-            found += self._overridden_norms(
-                {f"reward_normalization.{key}": types[key] for key in types}, norms
-            )
-            if norm.grouping == "batch" and "grouping" in norm.model_fields_set:
-                what = f"adv_estimator: {self.adv_estimator} compares the rows of a group, by traj_group_id"
-                found.append(f"without effect: reward_normalization.grouping: batch; {what}")
-        return found
-
-    def _batch_problems(self) -> list[Problem]:
-        """Trajectories come in whole groups, and fill optimizer steps unless their number of rows is not known."""
-        group_size = self.train_env_manager.group_size
+        problems = super()._problems()
+        # Trajectories come in whole groups, and fill optimizer steps unless their rows are turns.
+        size, group_size = self.rollout_batch_size, self.train_env_manager.group_size
         plans = [] if self.rows_are_turns else list(self.batch_plans().values())
-        if self.rollout_batch_size % group_size == 0:
-            return division_problems(plans, "rollout_batch_size", multiple_of=group_size)
-        divisor = math.lcm(group_size, *(plan.divisor for plan in plans))
-        low, high = nearest_multiples(self.rollout_batch_size, divisor)
-        expected = f"a multiple of {divisor}, because train_env_manager.group_size is {group_size}"
-        return [
-            wrong("rollout_batch_size", self.rollout_batch_size, expected, f"use {low} or {high}")
-        ]
-
-    def _validation_problems(self) -> list[Problem]:
-        num_envs = self.val_env_manager.num_env_groups * self.val_env_manager.group_size
-        if self.val_batch_size == 0:
-            return [wrong("val_batch_size", 0, "a positive number, or -1 to run all environments")]
-        if self.val_batch_size < 0 or self.val_batch_size % num_envs == 0:
-            return []
-        low, high = nearest_multiples(self.val_batch_size, num_envs)
-        expected = f"a multiple of {num_envs}, the environments of val_env_manager"
-        return [wrong("val_batch_size", self.val_batch_size, expected, f"use {low} or {high}")]
+        if size % group_size == 0:
+            problems += division_problems(plans, "rollout_batch_size", multiple_of=group_size)
+        else:
+            divisor = math.lcm(group_size, *(plan.divisor for plan in plans))
+            low, high = nearest_multiples(size, divisor)
+            why = f"because train_env_manager.group_size is {group_size}"
+            expected, fix = f"a multiple of {divisor}, {why}", f"use {low} or {high}"
+            problems.append(wrong("rollout_batch_size", size, expected, fix))
+        problems += self._env_problems("train_env_manager") + self._template_problems()
+        proxy = self.train_env_manager.llm_proxy.proxy_type
+        if self.async_pipeline and proxy != "policy":
+            expected = "policy, because async_generation_ratio is above 0"
+            problems.append(wrong("train_env_manager.llm_proxy.proxy_type", proxy, expected))
+        if self.eval_steps > 0:
+            size = self.val_batch_size
+            num_envs = self.val_env_manager.num_env_groups * self.val_env_manager.group_size
+            if size == 0:
+                expected = "a positive number, or -1 to run all environments"
+                problems.append(wrong("val_batch_size", 0, expected))
+            elif size > 0 and size % num_envs:
+                low, high = nearest_multiples(size, num_envs)
+                expected = f"a multiple of {num_envs}, the environments of val_env_manager"
+                problems.append(wrong("val_batch_size", size, expected, f"use {low} or {high}"))
+            problems += self._env_problems("val_env_manager")
+        return problems
 
     def _env_problems(self, key: str) -> list[Problem]:
         manager: EnvManagerConfig = getattr(self, key)
@@ -466,131 +342,123 @@ class AgenticConfig(PPOConfig):
         batch_size, num_envs = getattr(self, batch_key), manager.num_env_groups * manager.group_size
         problems = []
         if batch_size > manager.max_traj_per_env * num_envs:
-            needed = math.ceil(batch_size / num_envs)
-            expected = (
-                f"at least {needed}, for {batch_key} = {batch_size} on {num_envs} environments"
+            why = f"for {batch_key} = {batch_size} on {num_envs} environments"
+            expected, fix = (
+                f"at least {math.ceil(batch_size / num_envs)}, {why}",
+                "-1 is always enough",
             )
-            problems.append(
-                wrong(
-                    f"{key}.max_traj_per_env",
-                    manager.max_traj_per_env,
-                    expected,
-                    "-1 is always enough",
-                )
-            )
-        for tag in [
-            tag for tag in manager.tags if self.custom_envs and tag not in self.custom_envs
-        ]:
-            expected = "names of custom_envs: " + ", ".join(self.custom_envs)
-            problems.append(
-                wrong(f"{key}.tags", tag, expected, did_you_mean(tag, self.custom_envs))
-            )
+            found = manager.max_traj_per_env
+            problems.append(wrong(f"{key}.max_traj_per_env", found, expected, fix))
+        for tag in manager.tags:
+            if self.custom_envs and tag not in self.custom_envs:
+                expected = "names of custom_envs: " + ", ".join(self.custom_envs)
+                guess = did_you_mean(tag, self.custom_envs)
+                problems.append(wrong(f"{key}.tags", tag, expected, guess))
         return problems
+
+    def _template_problems(self) -> list[Problem]:
+        problems = []
+        in_use = self.tags_in_use()
+        for tag, entry in self.custom_envs.items():
+            key = f"custom_envs.{tag}"
+            try:
+                template = EnvTemplate.model_validate(entry)
+            except ValidationError as error:
+                problems += [item.under(key) for item in problems_of(error, EnvTemplate, entry)]
+                continue
+            if tag not in in_use:
+                continue
+            for name, reason in NOT_BUILT_YET.items():
+                if getattr(template, name) is not None:
+                    problems.append(Problem(f"{key}.{name}", f"not built yet: {reason}"))
+            manager, env_type = template.env_manager_cls, str(template.env_type)
+            try:
+                if manager in UNSUPPORTED_CLASSES:
+                    raise ConfigError(f"not supported: {UNSUPPORTED_CLASSES[manager]}")
+                prompts_are_whole(manager)
+            except ConfigError as error:
+                problems.append(Problem(f"{key}.env_manager_cls", str(error)))
+            if env_type in UNSUPPORTED_ENVIRONMENTS:
+                reason = UNSUPPORTED_ENVIRONMENTS[env_type]
+                why = f'the environment "{env_type}" is not built yet: {reason}'
+                problems.append(Problem(f"{key}.env_type", why))
+        return problems
+
+    def _norm_cautions(self) -> list[str]:
+        """`reward_normalization` says how, unless the estimator has a rule for trajectories too."""
+        norm, norms = self.reward_normalization, self.estimator.trajectory_norm()
+        if norms is None:
+            return []
+        written = {
+            "reward_normalization.norm_mean_type": norm.norm_mean_type,
+            "reward_normalization.norm_std_type": norm.norm_std_type,
+        }
+        found = self._overridden_norms(written, norms)
+        if norm.grouping == "batch" and "grouping" in norm.model_fields_set:
+            estimator = f"adv_estimator: {self.adv_estimator}"
+            what = f"{estimator} compares the rows of a group, by traj_group_id"
+            found.append(f"without effect: reward_normalization.grouping: batch; {what}")
+        return found
 
     def env_template(self, tag: str) -> EnvTemplate:
         """The entry of `custom_envs` for a tag, checked."""
         return EnvTemplate(**self.custom_envs[tag])
 
-    def tags_in_use(self) -> list[str]:
-        """The entries of `custom_envs` that the run plays: others may be there, and are not judged."""
-        managers = [
-            self.train_env_manager,
-            *([self.val_env_manager] if self.eval_steps > 0 else []),
-        ]
-        return list(
-            dict.fromkeys(
-                tag for manager in managers for tag in manager.tags if tag in self.custom_envs
-            )
-        )
+    def part(self, key: str) -> Any:
+        if key != "custom_envs":
+            return super().part(key)
+        return {tag: self.env_template(tag) for tag in self.custom_envs}
 
-    def _template_problems(self) -> list[Problem]:
-        problems = []
-        in_use = self.tags_in_use()
-        for tag in self.custom_envs:
-            try:
-                template = self.env_template(tag)
-            except ConfigError as error:
-                problems.append(Problem(f"custom_envs.{tag}", str(error)))
-                continue
-            if tag not in in_use:
-                continue
-            found = {
-                "tool_wrapper": template.tool_wrapper,
-                "agent_runner_cls": template.agent_runner_cls,
-            }
-            for name in [name for name, value in found.items() if value is not None]:
-                problems.append(
-                    Problem(f"custom_envs.{tag}.{name}", f"not built yet: {NOT_BUILT_YET[name]}")
-                )
-            manager, env_type = template.env_manager_cls, str(template.env_type)
-            if manager in UNSUPPORTED_CLASSES:
-                why = f"not supported: {UNSUPPORTED_CLASSES[manager]}"
-                problems.append(Problem(f"custom_envs.{tag}.env_manager_cls", why))
-            else:
-                try:
-                    prompts_are_whole(manager)
-                except ConfigError as error:
-                    problems.append(Problem(f"custom_envs.{tag}.env_manager_cls", str(error)))
-            if env_type in UNSUPPORTED_ENVIRONMENTS:
-                why = f'the environment "{env_type}" is not built yet: {UNSUPPORTED_ENVIRONMENTS[env_type]}'
-                problems.append(Problem(f"custom_envs.{tag}.env_type", why))
-        return problems
+    def tags_in_use(self) -> list[str]:
+        """The entries of `custom_envs` that the run plays; others may be there unused."""
+        tags = list(self.train_env_manager.tags)
+        if self.eval_steps > 0:
+            tags += self.val_env_manager.tags
+        return list(dict.fromkeys(tag for tag in tags if tag in self.custom_envs))
 
     def all_roles(self) -> dict[str, WorkerConfig]:
-        return {
-            **super().all_roles(),
-            "train_env": self.train_env_manager,
-            "val_env": self.val_env_manager,
-        }
+        managers = {"train_env": self.train_env_manager, "val_env": self.val_env_manager}
+        return {**super().all_roles(), **managers}
 
     def key_of(self, role_name: str) -> str:
-        return {"train_env": "train_env_manager", "val_env": "val_env_manager"}.get(
-            role_name, role_name
-        )
+        return f"{role_name}_manager" if role_name in ("train_env", "val_env") else role_name
 
     def active_roles(self) -> dict[str, WorkerConfig]:
-        is_validated = self.eval_steps > 0
-        return {
-            name: role
-            for name, role in super().active_roles().items()
-            if name != "val_env" or is_validated
-        }
+        roles = super().active_roles()
+        if self.eval_steps <= 0:
+            roles.pop("val_env", None)
+        return roles
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
         if self.is_replay:
             return problems
         if not self.custom_envs:
-            problems.append(
-                Problem("custom_envs", "missing; define the environments that the tags name")
-            )
-        for tag in [tag for tag in self.custom_envs if self.env_template(tag).env_type is None]:
-            problems.append(
-                Problem(
-                    f"custom_envs.{tag}.env_type",
-                    "missing; the id or dotted path of an environment",
-                )
-            )
+            missing = "missing; define the environments that the tags name"
+            problems.append(Problem("custom_envs", missing))
+        for tag in self.custom_envs:
+            if self.env_template(tag).env_type is None:
+                missing = "missing; the id or dotted path of an environment"
+                problems.append(Problem(f"custom_envs.{tag}.env_type", missing))
         return problems
 
     @property
     def rows_are_turns(self) -> bool:
-        """True for the estimators that need it, and for environment managers whose prompts stand alone."""
+        """For estimators that need it, and environment managers whose prompts stand alone."""
         if self.estimator.rows_are_turns:
             return True
-        managers = [
-            self.custom_envs.get(tag, {}).get("env_manager_cls")
-            for tag in self.train_env_manager.tags
-        ]
-        try:
-            return any(prompts_are_whole(manager) for manager in managers if manager is not None)
-        except ConfigError:
-            return False  # the config has such a manager among its problems
+        for tag in self.train_env_manager.tags:
+            manager = self.custom_envs.get(tag, {}).get("env_manager_cls")
+            try:
+                if manager is not None and prompts_are_whole(manager):
+                    return True
+            except ConfigError:
+                return False  # the config has such a manager among its problems
+        return False
 
     @property
     def max_turns(self) -> int | None:
-        limits = [
-            self.custom_envs.get(tag, {}).get("max_steps") for tag in self.train_env_manager.tags
-        ]
+        tags = self.train_env_manager.tags
+        limits = [self.custom_envs.get(tag, {}).get("max_steps") for tag in tags]
         known = [limit for limit in limits if isinstance(limit, int)]
         return max(known) if known and len(known) == len(limits) else None

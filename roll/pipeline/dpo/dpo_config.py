@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from roll.configs.base_config import BaseConfig
+from roll.configs.base import AtLeastOne, Number, Positive, Problem, wrong
 from roll.configs.batch_plan import BatchPlan
-from roll.configs.config_model import AtLeastOne, Number, Positive
-from roll.configs.pipeline_config import NO_ROLLOUTS
-from roll.configs.problems import Problem, wrong
+from roll.configs.pipeline_config import BaseConfig
 from roll.configs.worker_config import INFER_STRATEGIES, TRAIN_STRATEGIES, WorkerConfig
 
 ACTOR_WORKER = "roll.pipeline.dpo.actor_worker.ActorWorker"
@@ -21,14 +18,9 @@ SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 class DPOConfig(BaseConfig):
     """Learning from pairs of a chosen and a rejected answer.
 
-    Sizes count pairs: with `per_device_train_batch_size: 4` a micro-batch is 4 pairs, which are 8 rows. (ROLL doubles
-    the sizes in the config instead, each time one is built from the same roles.)
+    Sizes count pairs: with `per_device_train_batch_size: 4` a micro-batch is 4 pairs, which are 8
+    rows. (ROLL doubles the sizes in the config instead, each time one is built from the same roles.)
     """
-
-    inherited_without_effect: ClassVar[Mapping[str, str]] = NO_ROLLOUTS | {
-        "val_prompt_length": "validation pairs have the lengths of the others",
-        "val_sequence_length": "validation pairs have the lengths of the others",
-    }
 
     pipeline: Literal["dpo"] = "dpo"
     """Which pipeline this config is for."""
@@ -86,7 +78,7 @@ class DPOConfig(BaseConfig):
     """Compare with a uniform policy instead of the reference, which is then not loaded."""
 
     reference_log_probs: Literal["live", "precompute"] = "live"
-    """Score pairs under the reference step by step, or all of them before training, so that it can be unloaded."""
+    """Log-probs of the reference step by step, or all before training, so that it can be unloaded."""
 
     chosen_key: str = "chosen"
     """Column of the better answer."""
@@ -95,65 +87,38 @@ class DPOConfig(BaseConfig):
     """Column of the worse answer."""
 
     overlong: Literal["drop", "truncate_answer", "truncate_prompt"] = "drop"
-    """Pairs over `sequence_length`: leave them out, cut the end of the longer answer, or the start of both prompts."""
+    """Pairs over `sequence_length`: drop them, cut the longer answer, or the start of the prompts."""
 
     early_stop_patience: AtLeastOne | None = None
-    """Stop after so many validations in a row without a lower loss, keeping the best model; null never stops early."""
+    """Stop after so many validations without a lower loss, keeping the best model; null: never."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": ACTOR_WORKER,
         "reference": ACTOR_WORKER,
     }
 
-    def default_model(self, role_name: str) -> str | None:
-        return self.pretrain
-
     def _problems(self) -> list[Problem]:
         problems = super()._problems()
         if self.ipo and self.loss_type not in ("sigmoid", "ipo_sum"):
-            problems.append(
-                wrong(
-                    "loss_type", self.loss_type, "ipo_sum, because ipo is on", "keep one of the two"
-                )
-            )
+            expected = "ipo_sum, because ipo is on"
+            problems.append(wrong("loss_type", self.loss_type, expected, "keep one of the two"))
         loss = "ipo_sum" if self.ipo else self.loss_type
-        if self.label_smoothing and loss not in SMOOTHED_LOSSES:
+        smoothing = self.label_smoothing
+        if smoothing and loss not in SMOOTHED_LOSSES:
             expected = f"0, because the {loss} loss does not use it"
-            problems.append(
-                wrong(
-                    "label_smoothing",
-                    self.label_smoothing,
-                    expected,
-                    "or use one of " + ", ".join(SMOOTHED_LOSSES),
-                )
-            )
-        if loss == "exo_pair" and not self.label_smoothing:
-            problems.append(
-                wrong(
-                    "label_smoothing",
-                    self.label_smoothing,
-                    "more than 0 for the exo_pair loss",
-                    "0.001 is usual",
-                )
-            )
+            fix = "or use one of " + ", ".join(SMOOTHED_LOSSES)
+            problems.append(wrong("label_smoothing", smoothing, expected, fix))
+        if loss == "exo_pair" and not smoothing:
+            expected = "more than 0 for the exo_pair loss"
+            problems.append(wrong("label_smoothing", smoothing, expected, "0.001 is usual"))
         if self.reference_free and self.reference_log_probs == "precompute":
             expected = "live, because reference_free is on and there is nothing to compute"
             problems.append(wrong("reference_log_probs", self.reference_log_probs, expected))
-        if self.early_stop_patience is not None and (
-            self.eval_steps < 1 or not self.has_validation
-        ):
+        is_validated = self.eval_steps > 0 and self.has_validation
+        if self.early_stop_patience is not None and not is_validated:
             expected = "null, because nothing is validated"
             fix = "set eval_steps and validation.data_args.file_name"
             problems.append(wrong("early_stop_patience", self.early_stop_patience, expected, fix))
-        for name in ("actor_train", "reference"):
-            if self.all_roles()[name].use_sequence_packing:
-                problems.append(
-                    wrong(
-                        f"{name}.use_sequence_packing",
-                        True,
-                        "false; the rows of a pair stay separate",
-                    )
-                )
         return problems
 
     def all_roles(self) -> dict[str, WorkerConfig]:
@@ -186,14 +151,8 @@ class DPOConfig(BaseConfig):
         return {"actor_train": plan}
 
     def missing_for_training(self) -> list[Problem]:
-        problems = super().missing_for_training()
-        if self.actor_train.data_args is None or not self.actor_train.data_args.files:
-            problems.append(
-                Problem(
-                    "actor_train.data_args.file_name", "missing; name the file of preference pairs"
-                )
-            )
-        return problems
+        missing = self._missing_file("actor_train", "the file of preference pairs")
+        return super().missing_for_training() + missing
 
     @property
     def pairs_per_step(self) -> int:
@@ -207,25 +166,17 @@ class DPOConfig(BaseConfig):
     def num_steps(self, steps_per_epoch: int) -> int:
         """Steps of a run over data with that many steps in an epoch.
 
-        `num_train_epochs` and `max_steps` each end the run, whichever comes first; one that was left to its default
-        does not end it before the one that was set. With neither set: one epoch, and at most `max_steps`.
+        `num_train_epochs` and `max_steps` each end the run, whichever comes first; one that was
+        left to its default does not end it before the one that was set. With neither set: one
+        epoch, and at most `max_steps`.
         """
         training_args = self.actor_train.training_args
         by_epochs = max(int(training_args.num_train_epochs * steps_per_epoch + 1e-6), 1)
-        is_set = {
-            "epochs": "num_train_epochs" in training_args.model_fields_set,
-            "steps": "max_steps" in self.model_fields_set,
-        }
-        if is_set["epochs"] != is_set["steps"]:
-            return by_epochs if is_set["epochs"] else self.max_steps
+        are_epochs_set = "num_train_epochs" in training_args.model_fields_set
+        if are_epochs_set != ("max_steps" in self.model_fields_set):
+            return by_epochs if are_epochs_set else self.max_steps
         return min(by_epochs, self.max_steps)
 
     @property
     def rows_per_step(self) -> int:
         return 2 * self.pairs_per_step
-
-    @property
-    def template(self) -> str | None:
-        """The chat template in effect."""
-        data_args = self.actor_train.data_args
-        return self.global_template or (None if data_args is None else data_args.template)

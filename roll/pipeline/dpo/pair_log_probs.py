@@ -27,7 +27,7 @@ from roll.algorithms.preference_loss import (
     pair_accuracy,
     sequence_log_probs,
 )
-from roll.configs.config_model import plain_values
+from roll.configs.base import plain_values
 from roll.configs.model_files import weight_files
 from roll.configs.worker_config import WorkerConfig
 from roll.datasets.collator import DataCollatorWithPaddingForDPO

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from roll.configs.base_config import BaseConfig
+from roll.configs.base import Fraction, Positive, Problem, wrong
 from roll.configs.batch_plan import BatchPlan
-from roll.configs.config_model import Fraction, Positive
-from roll.configs.pipeline_config import NO_ROLLOUTS
-from roll.configs.problems import Problem, wrong
+from roll.configs.pipeline_config import BaseConfig
 from roll.configs.worker_config import TRAIN_STRATEGIES, WorkerConfig
 
 
 class SFTConfig(BaseConfig):
-    """Learning to give the answers of a file: a warm start before reinforcement, or fine-tuning on its own.
+    """Learning to give the answers of a file: fine-tuning, or a warm start before reinforcement.
 
-    One pipeline step is one optimizer step, on `per_device_train_batch_size * gradient_accumulation_steps` rows a rank.
+    One pipeline step is one optimizer step, on `per_device_train_batch_size *
+    gradient_accumulation_steps` rows a rank.
     """
-
-    inherited_without_effect: ClassVar[Mapping[str, str]] = NO_ROLLOUTS | {
-        "val_prompt_length": "val_sequence_length is the limit of a row",
-        "is_offload_states": "there is one model",
-    }
 
     pipeline: Literal["sft"] = "sft"
     """Which pipeline this config is for."""
@@ -45,14 +38,11 @@ class SFTConfig(BaseConfig):
     """Data of the validation; null does not validate."""
 
     stop_at_exact_match: Fraction | None = None
-    """Stop at the first validation where this share of rows is answered exactly as in the file; null never does."""
+    """Stop once this share of the validation is answered exactly as in the file; null never does."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": "roll.pipeline.sft.sft_worker.SFTWorker"
     }
-
-    def default_model(self, role_name: str) -> str | None:
-        return self.pretrain
 
     def all_roles(self) -> dict[str, WorkerConfig]:
         roles = {"actor_train": self.actor_train}
@@ -87,30 +77,12 @@ class SFTConfig(BaseConfig):
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
-        if self.actor_train.data_args is None or not self.actor_train.data_args.files:
-            problems.append(
-                Problem(
-                    "actor_train.data_args.file_name",
-                    "missing; name the file of prompts and answers",
-                )
-            )
-        if self.validation is not None and not (
-            self.validation.data_args and self.validation.data_args.files
-        ):
-            problems.append(
-                Problem(
-                    "validation.data_args.file_name", "missing; name a file of prompts and answers"
-                )
-            )
+        problems += self._missing_file("actor_train", "the file of prompts and answers")
+        if self.validation is not None:
+            problems += self._missing_file("validation", "a file of prompts and answers")
         return problems
 
     @property
     def rows_per_step(self) -> int:
         """Rows of one optimizer step, over all ranks."""
         return self.actor_train.dp_size * self.actor_train.rows_per_optimizer_step
-
-    @property
-    def template(self) -> str:
-        """The chat template in effect."""
-        data_args = self.actor_train.data_args
-        return self.global_template or (data_args.template if data_args else None) or "native"

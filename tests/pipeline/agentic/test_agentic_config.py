@@ -11,7 +11,6 @@ from roll.pipeline.agentic.agentic_config import (
     PROMPTS_ARE_WHOLE,
     AgenticConfig,
     EnvManagerConfig,
-    EnvMonitorConfig,
     LLMProxyConfig,
     RewardNormalizationConfig,
 )
@@ -35,27 +34,13 @@ def test_defaults_are_rolls():
     config = agentic()
     expected = {
         "custom_envs": {},
-        "render_save_dir": None,
-        "reward": None,
-        "dirty_data_mask": False,
-        "open_feedback_turn": False,
-        "use_token_reward": False,
         "batch_adjust_mode": "copy",
         "episode_reward_weight": 1.0,
         "step_reward_weight": 1.0,
         "step_reward_gamma": 0.95,
         "ratio_type": "token",
-        "exp_mode": "train",
-        "partial_gpu_mode": True,
-        "parse_tool_call_parameter_to_dict": False,
-        "skip_mock_system_prompt": False,
     }
     assert {key: getattr(config, key) for key in expected} == expected
-    assert EnvMonitorConfig().model_dump() == {
-        "enable": True,
-        "monitor_interval": 30,
-        "hung_timeout": 3600,
-    }
     assert LLMProxyConfig().model_dump() == {"proxy_type": "policy", "proxy_config": {}}
     assert config.actor_train.worker_cls == "roll.pipeline.base_worker.ActorWorker"
     assert config.reference.worker_cls == "roll.pipeline.base_worker.ActorWorker"
@@ -71,7 +56,6 @@ def test_defaults_of_environment_managers_are_rolls():
         "tags": ["SimpleSokoban"],
         "num_groups_partition": [128],
         "max_traj_per_env": -1,
-        "format_penalty": 0,
         "worker_cls": "roll.pipeline.agentic.environment_worker.EnvironmentWorker",
         "group_filter_cls": "roll.pipeline.agentic.agentic_pipeline.GroupFilter",
         "max_env_num_per_worker": 128,  # all in one worker
@@ -327,10 +311,7 @@ def test_environments_are_missing_for_training():
                 "group, by traj_group_id",
             ],
         ),
-        (
-            {"adv_estimator": "grpo", "norm_mean_type": "group"},
-            ["without effect: norm_mean_type; agentic pipelines read reward_normalization"],
-        ),
+        ({"adv_estimator": "grpo", "norm_mean_type": "group"}, []),  # WITHOUT_EFFECT has it
         (
             {"adv_estimator": "agentic_reinforce", "ratio_type": "seq", "gamma": 0.9},
             [

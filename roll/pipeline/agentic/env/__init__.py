@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from roll.configs.unsupported import UNSUPPORTED_ENVIRONMENTS
+from roll.configs.roll_keys import UNSUPPORTED_ENVIRONMENTS
 from roll.exceptions import ConfigError
 from roll.utils.import_utils import import_from
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.problems import wrong
+from roll.configs.base import wrong
 from roll.exceptions import ConfigError
 from roll.pipeline.rlvr.rewards.choice_answers import CROSSTHINK_REWARDS
 from roll.pipeline.rlvr.rewards.pool_reward_worker import PoolRewardWorker

@@ -8,7 +8,7 @@ import torch
 from process_checks import eventually, marked
 from tiny_models import make_model_folder, tiny_model, tiny_tokenizer
 
-from roll.configs.model_args import ModelArguments
+from roll.configs.arguments import ModelArguments
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from roll.distributed.scheduler.resource_manager import ResourceManager

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from roll.configs.unsupported import unsupported_parts
+from roll.configs.roll_keys import unsupported_parts
 from roll.exceptions import ConfigError
 from roll.pipeline.registry import load_config
 
