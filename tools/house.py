@@ -9,10 +9,16 @@ The exit code is 1 if a bound is missed.
 
 import argparse
 import ast
+import contextlib
+import io
+import subprocess
 import sys
+import tempfile
 import textwrap
+import traceback
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = 10  # lines of a function that is hardly more than its call
@@ -111,12 +117,61 @@ def table(package: House, tests: House) -> list[tuple[str, float, float, str]]:
     ]
 
 
+def frames() -> list[tuple[str, float, float, str]]:
+    """Rows of the table: how deep in roll/ the optimizer's step is, in one step of two examples."""
+    import torch
+
+    from roll.cli import main as roll
+
+    deepest: list[int] = []
+    step = torch.optim.AdamW.step
+
+    def counting(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+        deepest.append(sum(file.startswith(f"{ROOT / 'roll'}/") for file in files))
+        return step(self, *args, **kwargs)
+
+    torch.optim.AdamW.step = counting
+    rows: list[tuple[str, float, float, str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        makers = (
+            ["dpo/make_data.py", folder, "--model"],
+            ["rlvr/make_data.py", "--output", folder],
+        )
+        for script, *arguments in makers:
+            command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+            subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+        for example, train, test in (
+            ("dpo/dpo_tiny.yaml", "train", "validation"),
+            ("rlvr/reverse_grpo.yaml", "reverse_train", "reverse_test"),
+        ):
+            settings = {
+                "pretrain": f"{folder}/model",
+                "actor_train.data_args.file_name": f"{folder}/{train}.jsonl",
+                "validation.data_args.file_name": f"{folder}/{test}.jsonl",
+                "output_dir": f"{folder}/output",
+                "max_steps": "1",
+                "track_with": "none",
+            }
+            overrides = [f"{key}={value}" for key, value in settings.items()]
+            sys.argv = ["roll", "train", str(ROOT / "examples" / example), *overrides]
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                roll()
+            name = f"frames to the optimizer's step, {example.partition('/')[0]}"
+            rows.append((name, max(deepest), 8, "at most"))
+            deepest.clear()
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=textwrap.dedent(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--once", action="store_true", help="list the short functions that are referenced once"
+    )
+    parser.add_argument(
+        "--frames", action="store_true", help="also run two tiny trainings and count frames"
     )
     arguments = parser.parse_args()
     package, tests = House(ROOT / "roll"), House(ROOT / "tests")
@@ -125,7 +180,8 @@ def main() -> int:
             print(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
         return 0
     missed = 0
-    for name, measured, bound, side in table(package, tests):
+    rows = table(package, tests) + (frames() if arguments.frames else [])
+    for name, measured, bound, side in rows:
         holds = measured <= bound if side == "at most" else measured >= bound
         missed += not holds
         print(f"{name:<50} {measured:>9,} {side} {bound:>7,}  {'' if holds else 'missed'}")

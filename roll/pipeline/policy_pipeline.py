@@ -240,7 +240,7 @@ class PolicyPipeline(BasePipeline):
         if self.critic is not None:
             self.train_on(self.critic, rows)
         if step >= self.pipeline_config.critic_warmup:
-            self.train_policy(rows)
+            self.train_on(self.actor_train, rows)
 
     def final_validation(self) -> dict[str, float]:
         """Validate once more, with the weights that the run ends with."""
@@ -319,7 +319,11 @@ class PolicyPipeline(BasePipeline):
         return unpad_dataproto(result, num_extra)
 
     def train_on(self, cluster: Cluster, rows: DataProto) -> dict[str, Any]:
-        """Train a role; its metrics. Ranks without a row get one whose masks are empty."""
+        """Train a role; its metrics. Ranks without a row get one whose masks are empty.
+
+        For the policy also reports how far it was from the one that sampled, and stops the run if
+        that should be nothing and is too much.
+        """
         self.use(cluster)
         if len(rows) < cluster.dp_size:
             spare = rows.select_idxs([0] * (cluster.dp_size - len(rows)))
@@ -328,14 +332,9 @@ class PolicyPipeline(BasePipeline):
             rows = DataProto.concat([rows, spare])
         found = cluster.train_step(balance_ranks(rows, cluster.dp_size)).meta_info["metrics"]
         self.metrics.add_metrics(found)
-        return found
-
-    def train_policy(self, rows: DataProto) -> dict[str, Any]:
-        """`train_on` for the policy; also reports how far it was from the one that sampled, and
-        stops the run if that should be nothing and is too much."""
-        found = self.train_on(self.actor_train, rows)
-        self.metrics.add_metrics(first_update_report(found))
-        check_first_update(found, self.pipeline_config)
+        if cluster is self.actor_train:
+            self.metrics.add_metrics(first_update_report(found))
+            check_first_update(found, self.pipeline_config)
         return found
 
     def use(self, *clusters: Cluster | None) -> None:

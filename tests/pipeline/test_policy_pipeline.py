@@ -113,7 +113,7 @@ def test_without_a_reference_nothing_is_added():
 def test_a_rank_without_a_row_trains_on_one_that_is_masked():
     pipeline, story = make_pipeline()
     rows = make_rows(1)
-    pipeline.train_policy(rows)
+    pipeline.train_on(pipeline.actor_train, rows)
     [(name, _, masks)] = story
     assert name == "actor" and sorted(masks) == [0, 2] and len(rows) == 1
     assert pipeline.metrics.metrics["rollout/logprob_gap/mean"] == 0.4
@@ -233,7 +233,7 @@ def first_update(name, folder, gap=GAP, **options):
         mask = batch["response_mask"][:, 1:] != 0
         batch["infer_logprobs"] = log_probs.masked_fill(~mask, 0.0) - gap * mask
         batch = pipeline.add_old_log_probs(batch)
-        return batch, reduce_metrics(pipeline.train_policy(batch))
+        return batch, reduce_metrics(pipeline.train_on(pipeline.actor_train, batch))
 
 
 @pytest.mark.parametrize("name", PIPELINES)

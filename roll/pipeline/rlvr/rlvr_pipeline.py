@@ -97,6 +97,8 @@ class RLVRPipeline(PolicyPipeline):
             return rows, rows.meta_info.pop("metrics", {})
 
         batch, metrics = get_sample_level_mask(batch, config)
+        nothing_left = not bool(batch["final_response_mask"].any())
+        metrics["mask/final_mask_sum_eq_0"] = float(nothing_left)
         batch, found = _by_domain(batch, lambda r: reward_postprocess(r, config, self.running))
         metrics |= found
         batch, found = compute_token_reward(batch, config, self.kl_ctrl)
@@ -106,11 +108,6 @@ class RLVRPipeline(PolicyPipeline):
         if config.difficulty_loss_weight or config.length_loss_weight:
             batch[SAMPLE_WEIGHTS] = compute_sample_weights(batch, config)
         return batch
-
-    def train(self, step: int, batch: DataProto) -> None:
-        nothing_left = not bool(batch["final_response_mask"].any())
-        self.metrics.add_metric("mask/final_mask_sum_eq_0", float(nothing_left))
-        super().train(step, batch)
 
     def add_batch_metrics(self, step: int, batch: DataProto) -> None:
         self.metrics.add_all_metrics(step, batch)
