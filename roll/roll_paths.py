@@ -36,6 +36,7 @@ MOVED: dict[str, str] = {
     "roll.pipeline.agentic.llm_proxy.random_proxy": "roll.pipeline.agentic.llm_proxy",
     "roll.pipeline.rlvr.actor_pg_worker": "roll.pipeline.rlvr.actor_worker",
     "roll.utils.checkpoint_manager": "roll.models.checkpoint",
+    "roll.utils.constants": "roll.distributed.executor.backend",
     "roll.utils.offload_states": "roll.distributed.strategy.strategy",
     "roll.utils.sequence_packing": "roll.utils.dynamic_batching",
 }

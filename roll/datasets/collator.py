@@ -88,7 +88,7 @@ class DataCollatorWithPaddingForDPO:
 
 @dataclass(frozen=True)
 class DataCollatorWithPaddingForPaddedKeys:
-    """Examples with token columns to one batch, left-padded, so that generation starts at one column.
+    """Examples with token columns to one batch, left-padded: generation starts at one column.
 
     Columns in `padded_keys` become (N, S) int64 tensors: ids filled up with the pad token, masks
     with 0, labels with -100; one number a row becomes (N,). `attention_mask` is made where it is

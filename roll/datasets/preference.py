@@ -1,4 +1,4 @@
-"""Preference pairs: rows of a file to a prompt, a chosen and a rejected answer, and these to tokens.
+"""Preference pairs: rows of a file to a prompt and two answers, and these to tokens.
 
 Layouts that are understood (`chosen` and `rejected` stand for the columns that `chosen_key` and
 `rejected_key` name; each layout may have a `system` column):
@@ -41,7 +41,7 @@ Overlong = Literal["drop", "truncate_answer", "truncate_prompt"]
 _PROMPT_COLUMNS = ("instruction", "prompt", "question")
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows to pairs
 
 
@@ -235,7 +235,7 @@ def why_unusable(pair: PreferenceRow) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Pairs to tokens
 
 
@@ -309,8 +309,8 @@ def encode_preferences(
 
     Left out are also pairs with an empty prompt, an empty answer or two equal answers, those whose
     answer goes over several turns, and those whose prompt the template renders differently once the
-    answer follows. Raises DataError for a row that is not a pair (with file and line), for a missing
-    column, and if no pair is left.
+    answer follows. Raises DataError for a row that is not a pair (with file and line), for a
+    missing column, and if no pair is left.
     """
     if overlong not in get_args(Overlong):
         raise ConfigError(

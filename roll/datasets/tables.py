@@ -53,7 +53,7 @@ _JSON_TYPES: dict[type, str] = {
 
 
 class Table:
-    """An indexable sequence of rows. A row without a column and one that holds None in it are equal.
+    """An indexable sequence of rows. A column that a row lacks and one that holds None are equal.
 
     Attributes:
         name: the file as the user named it, for messages.
@@ -161,7 +161,7 @@ def load_table(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
 def peek_table(
     file: str | os.PathLike[str], *, max_bytes: int, max_rows: int
 ) -> tuple[Table | None, bool]:
-    """The first rows of each file of one entry, None where none was read, and whether these are all.
+    """The first rows of each file of one entry (None: no row was read), and whether these are all.
 
     Of a file larger than `max_bytes` only lines of JSON can be read in part; of another one it is
     checked that it exists, is not empty and has a known extension. Nothing is downloaded.
@@ -191,7 +191,7 @@ def peek_table(
     return (tables[0] if len(tables) == 1 else JoinedTable(tables)), is_whole
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Which files are meant
 
 
@@ -298,7 +298,7 @@ def _read_with_datasets(entry: str, *, download: bool = True) -> Table | None:
     return Table(entry, found, found.column_names)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Reading one file
 
 

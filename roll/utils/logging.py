@@ -20,7 +20,7 @@ class _StderrHandler(logging.StreamHandler):
 
 
 def get_logger(name: str = _PACKAGE) -> logging.Logger:
-    """The logger called `name`, `roll` or below it. `ROLL_LOG_LEVEL` sets the level, INFO by default."""
+    """The logger called `name`, `roll` or below it. `ROLL_LOG_LEVEL` sets the level (INFO)."""
     package = logging.getLogger(_PACKAGE)
     if not any(isinstance(handler, _StderrHandler) for handler in package.handlers):
         level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()

@@ -83,7 +83,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def this_machine(*, with_gpus: bool) -> Machine:
-    """The machine that this program runs on. Asking for GPUs takes a moment where there are some."""
+    """The machine that this program runs on. Asking for GPUs takes a moment."""
     gpus = visible_gpus() if with_gpus else []
     return Machine(
         "this machine", len(gpus), min(gpus, default=None), host_memory(), is_this_one=True
@@ -180,7 +180,7 @@ def _torch_gpus() -> list[int]:
     return [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Processors. A thread that waits for its turn on a busy one holds up all others of its sum: two
 # threads on a machine with one free processor are many times slower than one.
 

@@ -95,7 +95,7 @@ def untagged(name: str) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, with the strings for numbers that JSON does not have turned back.
+    """The lines of a metrics.jsonl, with NaN and infinities, which JSON does not have, as numbers.
 
     A last line that was being written when the machine died is left out.
     """
@@ -120,7 +120,7 @@ def _line(values: Mapping[str, Any]) -> str:
     return json.dumps(written, allow_nan=False) + "\n"
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Trackers. Each is made with the run's folder, its config, the config's `tracker_kwargs` and the
 # first step.
 

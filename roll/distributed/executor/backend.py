@@ -31,6 +31,9 @@ from roll.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+RAY_NAMESPACE = "roll"
+# Seconds that a caller waits for its workers when neither the call nor the config says otherwise.
+DEFAULT_RPC_TIMEOUT = 3600.0
 # Modules between the caller and the worker's method, which no traceback of a failure shows.
 _MACHINERY = {f"roll.distributed.executor.{name}" for name in ("backend", "cluster", "ray_backend")}
 

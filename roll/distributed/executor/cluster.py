@@ -18,7 +18,12 @@ from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from roll.distributed.executor.backend import LocalBackend, WorkerSpec, public_methods
+from roll.distributed.executor.backend import (
+    DEFAULT_RPC_TIMEOUT,
+    LocalBackend,
+    WorkerSpec,
+    public_methods,
+)
 from roll.distributed.executor.worker import Worker, WorkerContext
 from roll.distributed.scheduler.decorator import (
     CollectFn,
@@ -34,7 +39,6 @@ from roll.distributed.scheduler.decorator import (
 )
 from roll.distributed.scheduler.resource_manager import Device, ResourceManager
 from roll.exceptions import ConfigError, WorkerError
-from roll.utils.constants import DEFAULT_RPC_TIMEOUT
 from roll.utils.import_utils import import_class
 from roll.utils.logging import get_logger
 

@@ -32,6 +32,7 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from roll.distributed.executor.backend import (
+    RAY_NAMESPACE,
     WorkerSpec,
     after_call,
     failure_message,
@@ -54,7 +55,6 @@ from roll.exceptions import (
     WorkerTimeoutError,
     install_hint,
 )
-from roll.utils.constants import RAY_NAMESPACE
 from roll.utils.logging import LEVEL_VARIABLE, get_logger
 
 try:

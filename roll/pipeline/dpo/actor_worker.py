@@ -1,4 +1,4 @@
-"""The preference loss of the DPO pipeline. Rows are interleaved: row 2i is chosen, 2i+1 rejected."""
+"""The preference loss of the DPO pipeline. Rows alternate: row 2i is chosen, 2i+1 rejected."""
 
 import warnings
 from dataclasses import dataclass

@@ -219,7 +219,7 @@ class DPOPipeline(BasePipeline):
     # -- validation --------------------------------------------------------------------------------
 
     def validate_if_due(self, step: int) -> dict[str, Any]:
-        """Metrics of a validation before this step, if one is due; stops a run that gets no better."""
+        """Validate before this step if that is due; stop a run that gets no better."""
         if VALIDATION not in self.datasets or not self.should_eval(step):
             return {}
         metrics = self.validate(step)

@@ -98,9 +98,9 @@ def compute_pair_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """(2N,) float32: the summed log-probs of every answer, rows as in `dataset`.
 
-    And, (2P, S-1), those of every token of the `samples` among the pairs. Pairs of similar length go
-    together, longest first: little padding, and what does not fit fails at once. With a `label`, a
-    progress bar shows on a terminal.
+    And, (2P, S-1), those of every token of the `samples` among the pairs. Pairs of similar length
+    go together, longest first: little padding, and what does not fit fails at once. With a `label`,
+    a progress bar shows on a terminal.
     """
     longest_N = dataset.lengths.reshape(-1, 2).max(axis=1)
     order = np.argsort(-longest_N, kind="stable")
@@ -134,7 +134,7 @@ def compute_pair_log_probs(
 
 
 def compute_log_probs(cluster: Cluster, batch: DataProto) -> Any:
-    """`cluster.compute_log_probs` for any number of rows, which stand alone: ranks may split pairs."""
+    """`cluster.compute_log_probs` for any number of rows; ranks may split pairs."""
     padded, extra = pad_dataproto_to_divisor(batch, cluster.dp_size)
     return unpad_dataproto(cluster.execute_all_sync("compute_log_probs", padded), extra)
 

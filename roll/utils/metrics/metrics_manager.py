@@ -48,7 +48,7 @@ class MetricsManager:
 
     with manager.timer("time/step_generate"): ...
     manager.add_all_metrics(step, batch)
-    manager.add_speeds(batch, {"actor_infer": (num_gpus, dp_size), "actor_train": (num_gpus, dp_size)})
+    manager.add_speeds(batch, {"actor_infer": (gpus, ranks), "actor_train": (gpus, ranks)})
     metrics = manager.pop()
     """
 
@@ -70,12 +70,12 @@ class MetricsManager:
         self.metrics[name] = self.metrics.get(name, 0.0) + monotonic() - started
 
     def pop(self) -> Metrics:
-        """The metrics of the step; the manager is empty then, except for the windows of its speeds."""
+        """The metrics of the step; only the windows of the speeds stay in the manager."""
         metrics, self.metrics = self.metrics, {}
         return metrics
 
     def add_all_metrics(self, global_step: int, batch: DataProto) -> None:
-        """Everything that the columns of the batch tell; columns that are not there are left out."""
+        """Everything that the columns of the batch tell; one that is not there is left out."""
         self.add_metrics({"system/global_step": global_step, "system/batch_size": len(batch)})
         self.add_metrics(batch_metrics(batch))
 
@@ -87,43 +87,33 @@ class MetricsManager:
                 self.add_metrics(batch_metrics(rows), prefix=f"{domain}/")
 
     def add_speeds(self, batch: DataProto, resources: Mapping[str, tuple[int, int]]) -> None:
-        """Tokens per second over the last steps. `resources` are the (GPUs, DP ranks) of actor_infer and actor_train;
-        a role without GPUs counts as one."""
+        """Tokens per second over the last steps.
+
+        `resources` are the (GPUs, DP ranks) of actor_infer and actor_train; a role without GPUs
+        counts as one.
+        """
         tokens = float(batch["attention_mask"].sum())
         response_tokens = float(batch["response_mask"].sum())
-        step_seconds = sum(
-            self.metrics.get(name, 0.0)
-            for name in (
-                "time/step_generate",
-                "time/ref_log_probs_values",
-                "time/old_log_probs",
-                "time/step_train",
-            )
-        )
+        parts = ("step_generate", "ref_log_probs_values", "old_log_probs", "step_train")
+        seconds = {part: self.metrics.get(f"time/{part}", 0.0) for part in parts}
         phases = {
-            "tps": (step_seconds, tokens),
-            "actor_infer": (self.metrics.get("time/step_generate", 0.0), tokens),
-            "actor_infer_response": (self.metrics.get("time/step_generate", 0.0), response_tokens),
-            "actor_train": (self.metrics.get("time/step_train", 0.0), tokens),
+            "tps": (sum(seconds.values()), tokens),
+            "actor_infer": (seconds["step_generate"], tokens),
+            "actor_infer_response": (seconds["step_generate"], response_tokens),
+            "actor_train": (seconds["step_train"], tokens),
         }
-        for name, (seconds, count) in phases.items():
-            timer = self._timers.setdefault(name, DurationTracker())
-            timer.add(seconds, count)
-            self.add_metric(f"system/{name}/tps", timer.tokens_per_second)
-            self.add_metric(f"system/time/{name}_mean", timer.mean_seconds)
-        num_gpus = max(sum(gpus for gpus, _ in resources.values()), 1)
-        self.add_metric("system/tps_gpu", self._timers["tps"].tokens_per_second / num_gpus)
-        roles = {
-            "actor_infer": "actor_infer",
-            "actor_infer_response": "actor_infer",
-            "actor_train": "actor_train",
-        }
-        for phase, role in roles.items():
-            gpus, ranks = resources.get(role, (0, 1))
-            speed, key = (
-                self._timers[phase].tokens_per_second,
-                phase.replace("_response", "/response"),
-            )
+        for phase, (duration, count) in phases.items():
+            timer = self._timers.setdefault(phase, DurationTracker())
+            timer.add(duration, count)
+            speed = timer.tokens_per_second
+            self.add_metric(f"system/{phase}/tps", speed)
+            self.add_metric(f"system/time/{phase}_mean", timer.mean_seconds)
+            if phase == "tps":
+                num_gpus = sum(gpus for gpus, _ in resources.values())
+                self.add_metric("system/tps_gpu", speed / max(num_gpus, 1))
+                continue
+            gpus, ranks = resources.get(phase.removesuffix("_response"), (0, 1))
+            key = phase.replace("_response", "/response")
             self.add_metric(f"system/{key}/tps_gpu", speed / max(gpus, 1))
             self.add_metric(f"system/{key}/tps_dp", speed / max(ranks, 1))
 
@@ -135,7 +125,11 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     response_B = mask_BT.sum(-1).float()
     prompt_B = batch["prompt_mask"].sum(-1).float()
     total_B = batch["attention_mask"].sum(-1).float()
-    cut_B = _is_cut(batch, response_B)
+    # Rows whose response ended at the length limit.
+    cut_B = response_B == batch["responses"].shape[1]
+    if "finish_reason" in batch:
+        reasons = batch["finish_reason"]
+        cut_B = torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
     metrics |= _spread("token/prompt_length", prompt_B)
     for name, lengths_B in (("response_length", response_B), ("total_length", total_B)):
         metrics |= _spread(f"token/{name}", lengths_B)
@@ -206,20 +200,14 @@ def _group_metrics(
         )
         mixed_G = (correct_G > 0) & (correct_G < 1)
         if mixed_G.any():
-            right_G = torch.zeros(num_groups).index_add_(
-                0, groups_B, torch.where(right_B, advantage_B, 0.0)
-            )
-            wrong_G = torch.zeros(num_groups).index_add_(
-                0, groups_B, torch.where(right_B, 0.0, advantage_B)
-            )
-            num_right_G = correct_G * sizes_G
-            gap_G = (right_G / num_right_G.clamp(min=1)) - (
-                wrong_G / (sizes_G - num_right_G).clamp(min=1)
-            )
-            metrics["group/correct_vs_incorrect_advantage_diff/mean"] = gap_G[mixed_G].mean()
-            metrics["group/correct_vs_incorrect_advantage_diff/std"] = gap_G[mixed_G].std(
-                correction=0
-            )
+            zeros_G, num_right_G = torch.zeros(num_groups), correct_G * sizes_G
+            right_G = zeros_G.index_add(0, groups_B, torch.where(right_B, advantage_B, 0.0))
+            wrong_G = zeros_G.index_add(0, groups_B, torch.where(right_B, 0.0, advantage_B))
+            right_G = right_G / num_right_G.clamp(min=1)
+            gap_G = right_G - wrong_G / (sizes_G - num_right_G).clamp(min=1)
+            name = "group/correct_vs_incorrect_advantage_diff"
+            metrics[f"{name}/mean"] = gap_G[mixed_G].mean()
+            metrics[f"{name}/std"] = gap_G[mixed_G].std(correction=0)
     return metrics
 
 
@@ -228,15 +216,6 @@ def _range_of_groups(values_B: Tensor, groups_B: Tensor, num_groups: int) -> Ten
     high = torch.full((num_groups,), -torch.inf).scatter_reduce_(0, groups_B, values_B, "amax")
     low = torch.full((num_groups,), torch.inf).scatter_reduce_(0, groups_B, values_B, "amin")
     return high - low
-
-
-def _is_cut(batch: DataProto, response_B: Tensor) -> Tensor:
-    """Rows whose response ended at the length limit."""
-    if "finish_reason" in batch:
-        return torch.tensor(
-            [reason == "length" for reason in batch["finish_reason"]], dtype=torch.bool
-        )
-    return response_B == batch["responses"].shape[1]
 
 
 def _spread(name: str, values: Tensor) -> dict[str, Tensor | float]:
