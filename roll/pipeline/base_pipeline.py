@@ -1,4 +1,4 @@
-"""What all pipelines share: the run's folder, clusters, steps with a progress bar, checkpoints, resume and the end.
+"""What all pipelines share: the run's folder, clusters, steps, checkpoints, resume and the end.
 
 A pipeline is a subclass whose `run()` reads like the algorithm:
 
@@ -19,8 +19,8 @@ A pipeline is a subclass whose `run()` reads like the algorithm:
                 self.end_step(step, metrics)
             self.finish("what validation says")
 
-Steps are counted from 0, and `checkpoint-N` is the state after N of them, so a resumed run begins with step N.
-Ctrl-C finishes the step, saves and says how to go on; a second one stops at once.
+Steps are counted from 0, and `checkpoint-N` is the state after N of them, so a resumed run begins
+with step N. Ctrl-C finishes the step, saves and says how to go on; a second one stops at once.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from roll.utils.tracking import RunLog, untagged
 
 logger = get_logger(__name__)
 
+INTERRUPTED = "interrupted"
 _INFO_INTERVAL = 5.0  # seconds between two updates of run.json
 
 
@@ -88,14 +89,18 @@ class BasePipeline:
         self._show_progress = progress
         self.run_dir: Path = self._folder.path
         self.checkpoint: Path | None = self._folder.checkpoint
-        self.global_step = 0 if self.checkpoint is None else read_global_step(self.checkpoint)
+        history: Path | None = None
+        self.global_step, self._saved_step = 0, None
+        if self.checkpoint is not None:
+            self.global_step = self._saved_step = read_global_step(self.checkpoint)
+            history = self.checkpoint.parent.parent / METRICS_FILE
+            logger.info("continuing from %s with step %d", self.checkpoint, self.global_step)
+        elif config.resume_from_checkpoint:
+            where = (config.exp_name, config.output_dir)
+            logger.info("there is no checkpoint of %s in %s yet: a new run", *where)
+        resume = False if self.checkpoint is None else str(self.checkpoint)
         self.pipeline_config: Any = config.model_copy(
-            update={
-                "output_dir": str(self.run_dir),
-                "resume_from_checkpoint": False
-                if self.checkpoint is None
-                else str(self.checkpoint),
-            }
+            update={"output_dir": str(self.run_dir), "resume_from_checkpoint": resume}
         )
         self.resource_manager = ResourceManager(
             config.num_gpus_per_node, config.num_nodes, backend=config.execution_backend
@@ -106,35 +111,17 @@ class BasePipeline:
         self._update_pairs: list[tuple[Cluster, Cluster, int]] = []
         self._update_groups: list[ModelUpdateGroup] | None = None
         self._stop_reason: str | None = None
-        self._saved_step: int | None = None if self.checkpoint is None else self.global_step
         self.kept_steps: set[int] = set()
         self._pending: dict[str, Any] = {}
         self.logged: dict[str, float] = {}
         self._progress: StepProgress | None = None
         seed_everything(config.seed)
-        self._describe_run(config)
-        # Also where a subclass's constructor fails, or an exception ends a program that never calls `close`.
-        weakref.finalize(self, _mark_failed, self._folder)
-        history = None if self.checkpoint is None else self.checkpoint.parent.parent / METRICS_FILE
-        self.run_log: RunLog | None = RunLog(
-            self.run_dir, config, first_step=self.global_step, history=history
-        )
-        if self.checkpoint is not None:
-            logger.info("continuing from %s with step %d", self.checkpoint, self.global_step)
-        elif config.resume_from_checkpoint:
-            logger.info(
-                "there is no checkpoint of %s in %s yet: a new run",
-                config.exp_name,
-                config.output_dir,
-            )
-
-    def _describe_run(self, config: BaseConfig) -> None:
-        """config.yaml is the user's, with every default: it starts a run like this one."""
+        # config.yaml is the user's, with every default: it starts a run like this one.
         text = dump_yaml(config.model_copy(update={"resume_from_checkpoint": False}))
         (self.run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
-        overrides = (
-            [word for word in sys.argv[2:] if "=" in word] if sys.argv[1:2] == ["train"] else []
-        )
+        overrides = []
+        if sys.argv[1:2] == ["train"]:
+            overrides = [word for word in sys.argv[2:] if "=" in word]
         self._folder.update_info(
             pipeline=getattr(config, "pipeline", type(self).__name__),
             started=self._folder.info().get("started", now()),
@@ -146,11 +133,18 @@ class BasePipeline:
             max_steps=config.max_steps,
             summary=self.summary,
         )
+        # Also where a subclass's constructor fails, or an exception ends a program that never calls
+        # `close`.
+        weakref.finalize(self, _mark_failed, self._folder)
+        self.run_log: RunLog | None = RunLog(
+            self.run_dir, config, first_step=self.global_step, history=history
+        )
 
-    # -- clusters ------------------------------------------------------------------------------------------------------
+    # -- clusters ----------------------------------------------------------------------------------
 
     def make_cluster(self, role_name: str) -> Cluster:
-        """The workers of a role, constructed and not yet initialized. GPUs that do not exist are an error here."""
+        """The workers of a role, constructed and not yet initialized. GPUs that do not exist are an
+        error here."""
         roles = self.pipeline_config.active_roles()
         if role_name not in roles:
             raise ConfigError(
@@ -158,15 +152,15 @@ class BasePipeline:
             )
         role = roles[role_name]
         if role.worker_cls is None:
-            raise ConfigError(
-                f"{self.pipeline_config.key_of(role_name)}.worker_cls: missing; name a worker class"
-            )
+            key = self.pipeline_config.key_of(role_name)
+            raise ConfigError(f"{key}.worker_cls: missing; name a worker class")
         cluster = Cluster(role_name, role.worker_cls, self.resource_manager, role)
         self._clusters.append(cluster)
         return cluster
 
     def initialize(self, *clusters: Cluster) -> None:
-        """Build the models of these clusters, all at the same time; roles that train load the resumed checkpoint."""
+        """Build the models of these clusters, all at the same time; roles that train load the
+        resumed checkpoint."""
         pending = [
             (cluster, cluster.execute_all_async("initialize", self.pipeline_config))
             for cluster in clusters
@@ -175,14 +169,16 @@ class BasePipeline:
             cluster.gather(refs, "initialize")
 
     def release(self, cluster: Cluster) -> None:
-        """End a cluster that is not needed any more; its memory is free once the caller lets go of it too."""
+        """End a cluster that is not needed any more; its memory is free once the caller lets go of
+        it too."""
         cluster.shutdown()
         self._clusters.remove(cluster)
 
     def set_model_update_pair(
         self, src_cluster: Cluster, tgt_cluster: Cluster, frequency: int = 1
     ) -> None:
-        """`model_update` brings the weights of `tgt_cluster` to those of `src_cluster`, every `frequency` steps."""
+        """`model_update` brings the weights of `tgt_cluster` to those of `src_cluster`, every
+        `frequency` steps."""
         self._update_pairs.append((src_cluster, tgt_cluster, frequency))
 
     def model_update(self, global_step: int) -> dict[str, Any]:
@@ -198,20 +194,23 @@ class BasePipeline:
         )
 
     def set_checkpoint_clusters(self, *clusters: Cluster) -> None:
-        """The clusters that `save_checkpoint` saves; the first of them holds the model that a run is about."""
+        """The clusters that `save_checkpoint` saves; the first of them holds the model that a run is
+        about."""
         self._checkpoint_clusters = list(clusters)
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """What the pipeline itself carries from step to step, as plain values by name. Subclasses extend it."""
+        """What the pipeline itself carries from step to step, as plain values by name. Subclasses
+        extend it."""
         return {}
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Take back what `states` gave."""
 
     def restore(self) -> None:
-        """On resume, load the pipeline's own state. Call it once everything that has a state exists."""
+        """On resume, load the pipeline's own state. Call it once everything that has a state
+        exists."""
         if self.checkpoint is not None:
             _, states = load_pipeline_state(self.checkpoint)
             self.load_states(states)
@@ -220,10 +219,11 @@ class BasePipeline:
         """Train. Subclasses say how."""
         raise NotImplementedError
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, with a progress bar. Ends early after `stop`, or when Ctrl-C asks for it."""
+        """The steps that are left, with a progress bar. Ends early after `stop`, or when Ctrl-C asks
+        for it."""
         max_steps = self.pipeline_config.max_steps
         if self.global_step >= max_steps:
             logger.warning(
@@ -246,20 +246,15 @@ class BasePipeline:
         """Log what happened in this step, show it, and save a checkpoint if one is due."""
         self.global_step = done = step + 1
         config = self.pipeline_config
-        is_due = (
-            done % config.save_steps == 0
-            or done == config.max_steps
-            or self._stop_reason is not None
-        )
-        # Models come before the step's line, which has their times; what makes the checkpoint complete comes after it,
-        # so that a run that goes on from there has the line.
+        is_due = done % config.save_steps == 0 or done == config.max_steps or self.is_stopping
+        # Models come before the step's line, which has their times; what makes the checkpoint
+        # complete comes after it, so that a run that goes on from there has the line.
         if is_due:
             self._save_models()
         self.log(step, {**metrics, "system/step": done})
         if self._progress is not None:
-            self._progress.update(
-                done, {untagged(name): value for name, value in self.logged.items()}
-            )
+            shown = {untagged(name): value for name, value in self.logged.items()}
+            self._progress.update(done, shown)
         if is_due:
             self._complete_checkpoint()
         if self._saved_step == done or time.monotonic() - self._info_written > _INFO_INTERVAL:
@@ -267,7 +262,8 @@ class BasePipeline:
             self._info_written = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Reduce metrics to numbers and write them as one line for `step`, with the times of a checkpoint before it."""
+        """Reduce metrics to numbers and write them as one line for `step`, with the times of a
+        checkpoint before it."""
         reduced = reduce_metrics({**metrics, **self._pending})
         self._pending = {}
         self.logged = {
@@ -307,13 +303,12 @@ class BasePipeline:
 
         `keep` protects this checkpoint, and no other one, from `max_ckpt_to_keep`.
         """
-        done = self.global_step
         if keep:
-            self.kept_steps = {done}
-        if self._saved_step != done:
+            self.kept_steps = {self.global_step}
+        if self._saved_step != self.global_step:
             self._save_models()
             self._complete_checkpoint()
-        return checkpoint_folder(self.run_dir, done)
+        return checkpoint_folder(self.run_dir, self.global_step)
 
     def _save_models(self) -> None:
         for cluster in self._checkpoint_clusters:
@@ -327,10 +322,11 @@ class BasePipeline:
         )
         self._saved_step = done
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def model_folder(self, step: int | None = None) -> Path | None:
-        """Where the model of the newest checkpoint (or of that after `step` steps) lies; None if there is none."""
+        """Where the model of the newest checkpoint (or of that after `step` steps) lies; None if
+        there is none."""
         step = self._saved_step if step is None else step
         if step is None or not self._checkpoint_clusters:
             return None
@@ -338,58 +334,33 @@ class BasePipeline:
         return checkpoint_folder(self.run_dir, step) / role
 
     def finish(self, result: str = "", *, model: Path | None = None) -> None:
-        """End the run: write the report, say where the model is and what `result` is, or how to go on.
+        """End the run: write the report, say where the model is and what `result` is, or how to go
+        on.
 
         Args:
             result: what validation says, in one sentence.
             model: the folder of the model to name, if it is not that of the newest checkpoint.
         """
-        is_done = self.global_step >= self.pipeline_config.max_steps
+        max_steps = self.pipeline_config.max_steps
         self.close("stopped" if self.is_interrupted else "finished")
-        report = self._write_report()
-        model = model or self.model_folder()
         lines = []
-        if not is_done:
+        if self.global_step < max_steps:
             lines.append(
-                f"Stopped after {self.global_step} of {self.pipeline_config.max_steps} steps: {self._stop_reason}."
+                f"Stopped after {self.global_step} of {max_steps} steps: {self._stop_reason}."
             )
         if self.is_interrupted and self._saved_step is not None:
             lines.append(f"To go on: {resume_command(self.run_dir)}")
-        lines += [result] if result else []
-        lines += (
-            [f"Model: {model}"] if model is not None and (model.parent / PIPELINE).is_dir() else []
-        )
-        lines += [f"Report: {report}"] if report is not None else []
+        if result:
+            lines.append(result)
+        model = model or self.model_folder()
+        if model is not None and (model.parent / PIPELINE).is_dir():
+            lines.append(f"Model: {model}")
+        report = self._write_report()
+        if report is not None:
+            lines.append(f"Report: {report}")
         if self._show_progress is not False:
-            Console(highlight=False, soft_wrap=True).print(
-                "\n".join(lines) or f"Run: {self.run_dir}", markup=False
-            )
-
-    def close(self, status: Status = "stopped") -> None:
-        """End workers and trackers and write `status` to run.json. Safe to call again; the first status counts."""
-        if self.run_log is None:
-            return
-        self.run_log.close()
-        self.run_log = None
-        for cluster in self._clusters:
-            cluster.shutdown()
-        seconds = round(time.monotonic() - self._started, 3)
-        self._folder.update_info(
-            status=status,
-            last_step=self.global_step,
-            ended=now(),
-            seconds=seconds,
-            summary=_plain(self.summary),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        stopped = kind is None or issubclass(kind, KeyboardInterrupt)
-        self.close("stopped" if stopped else "failed")
+            text = "\n".join(lines) or f"Run: {self.run_dir}"
+            Console(highlight=False, soft_wrap=True).print(text, markup=False)
 
     def _write_report(self) -> Path | None:
         """report.html, where the viewer is installed. A run does not fail because its report does."""
@@ -403,11 +374,36 @@ class BasePipeline:
             logger.warning("the report could not be written (%s: %s)", type(error).__name__, error)
             return None
 
-    # -- Ctrl-C --------------------------------------------------------------------------------------------------------
+    def close(self, status: Status = "stopped") -> None:
+        """End workers and trackers and write `status` to run.json. Safe to call again; the first
+        status counts."""
+        if self.run_log is None:
+            return
+        self.run_log.close()
+        self.run_log = None
+        for cluster in self._clusters:
+            cluster.shutdown()
+        self._folder.update_info(
+            status=status,
+            last_step=self.global_step,
+            ended=now(),
+            seconds=round(time.monotonic() - self._started, 3),
+            summary=_plain(self.summary),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        stopped = kind is None or issubclass(kind, KeyboardInterrupt)
+        self.close("stopped" if stopped else "failed")
 
     @contextmanager
     def _finishing_on_signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM ends the run after its step; the second at once. Only the main thread may ask."""
+        """The first SIGINT or SIGTERM ends the run after its step; the second at once. Only the main
+        thread may ask."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -418,17 +414,13 @@ class BasePipeline:
             self._stop_reason = INTERRUPTED
             self.say("Finishing this step, then saving. Once more stops at once.")
 
-        before = {
-            number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, on_signal) for number in numbers}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-INTERRUPTED = "interrupted"
 
 
 def resume_command(run_dir: Path) -> str:
@@ -444,11 +436,11 @@ def _mark_failed(folder: RunFolder) -> None:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """A summary as JSON takes it: numbers that are not finite become None."""
-    return {
-        key: _plain(value)
-        if isinstance(value, Mapping)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in values.items()
-    }
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            plain[key] = _plain(value)
+        else:
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            plain[key] = value if is_finite else None
+    return plain

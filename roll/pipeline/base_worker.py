@@ -492,12 +492,11 @@ class InferWorker(ModelWorker):
         metrics[f"{prefix}/num_retried@sum"] = result.num_retried
         metrics |= {f"{prefix}/dropped/{why}@sum": n for why, n in result.reasons.items()}
         rows = rows_of_outputs(
-            requests,
+            data,
             result.all_outputs,
             sequence_length=self.pipeline_config.sequence_length,
             pad_token_id=self.strategy.tokenizer.pad_token_id,
             pad_to_seq_len=data.meta_info.get("pad_to_seq_len", True),
-            prompts=data,
         )
         rows.meta_info = {**rows.meta_info, "metrics": metrics}
         return rows

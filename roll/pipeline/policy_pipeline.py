@@ -26,7 +26,9 @@ import torch
 from roll.configs.ppo_config import PPOConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.exceptions import ConfigError, DataError, RollError
+from roll.models.checkpoint import seed_everything
 from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_pipeline import BasePipeline
 from roll.pipeline.loss_io import first_update_report
@@ -60,6 +62,14 @@ class RolloutSource(Protocol):
     def close(self) -> None: ...
 
 
+class ValSource(Protocol):
+    """What the policy is validated on: the same prompts or episodes every time."""
+
+    def validate(self) -> Rollout: ...
+
+    def close(self) -> None: ...
+
+
 class PolicyPipeline(BasePipeline):
     """A policy that samples and is trained, with a reference and a critic where the config wants them.
 
@@ -71,7 +81,7 @@ class PolicyPipeline(BasePipeline):
         clusters          all that take part in `is_offload_states`
         source            of groups; None for a run that replays a dump
         rows_are_turns    every turn of an episode is a row of the batch
-        can_validate      whether there is anything to validate on
+        val_source        of validation; None where there is none
         metrics           of the step so far
         kl_ctrl           the coefficient of the KL penalty
         num_empty_steps   steps in a row that brought no sample
@@ -79,11 +89,13 @@ class PolicyPipeline(BasePipeline):
     """
 
     timers: ClassVar[Mapping[str, str]]
-    """Names of the times of a step's parts: rollout, reference, old_log_probs and perhaps log."""
+    """Names of the times of a step's parts: rollout, reference, old_log_probs, validate, log."""
     loss_masks: ClassVar[Sequence[str]]
     """The masks that losses are taken over."""
     not_trained_on: ClassVar[Sequence[str]]
     """Columns that no loss reads; they stay behind."""
+    val_roles: ClassVar[str]
+    """How the names of roles begin that validation needs besides `actor_infer`."""
 
     tokenizer: Any
 
@@ -91,7 +103,8 @@ class PolicyPipeline(BasePipeline):
         config = pipeline_config
         super().__init__(config, progress=progress)
         self.source: RolloutSource | None = None
-        self.rows_are_turns = self.can_validate = False
+        self.val_source: ValSource | None = None
+        self.rows_are_turns = False
         self.metrics = MetricsManager()
         self.kl_ctrl = get_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self.num_empty_steps = 0
@@ -137,7 +150,7 @@ class PolicyPipeline(BasePipeline):
             with self.metrics.timer("time/step_total"):
                 with self.generation_paused(step):
                     self.update_engine(step)
-                    if self.can_validate and self.should_eval(step):
+                    if self.val_source is not None and self.should_eval(step):
                         self.metrics.add_metrics(self.validate(step))
                 with self._timer("rollout"):
                     batch, rollout = self.collect(step)
@@ -151,7 +164,7 @@ class PolicyPipeline(BasePipeline):
                         self.train(step, batch)
                     self.add_batch_metrics(step, batch)
                 with self._timer("log"):
-                    self.log_samples(step, batch, dropped=rollout.dropped)
+                    self.log_samples(step, batch, rollout.dropped)
             self.add_step_metrics(step, batch)
             self.end_step(step, self.metrics.pop())
         self.finish(self.result())
@@ -242,6 +255,15 @@ class PolicyPipeline(BasePipeline):
         if step >= self.pipeline_config.critic_warmup:
             self.train_on(self.actor_train, rows)
 
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics of the policy on the validation data; samples go to `rollouts/val-*.jsonl`."""
+        assert self.val_source is not None
+        self.use(self.actor_infer, *self.reward_clusters())
+        with self._timer("validate"):
+            rollout = self.val_source.validate()
+        self._log_validation(self.sample_logs, step, rollout, self.tokenizer)
+        return rollout.metrics
+
     def final_validation(self) -> dict[str, float]:
         """Validate once more, with the weights that the run ends with."""
         with self.generation_paused(self.global_step):
@@ -267,8 +289,16 @@ class PolicyPipeline(BasePipeline):
     def add_step_metrics(self, step: int, batch: DataProto | None) -> None:
         """Metrics of a step whose times are known."""
 
-    def validate(self, step: int) -> dict[str, float]:
-        """Metrics of the policy on the validation data."""
+    @classmethod
+    def load_validation(cls, config: Any, tokenizer: Any) -> Any:
+        """What validation needs besides models; an error if the config has none."""
+        raise NotImplementedError
+
+    @classmethod
+    def make_val_source(
+        cls, config: Any, clusters: Mapping[str, Cluster], tokenizer: Any, data: Any
+    ) -> ValSource:
+        """Given what `load_validation` returned, and `actor_infer` and the `val_roles`."""
         raise NotImplementedError
 
     def result(self) -> str:
@@ -290,18 +320,23 @@ class PolicyPipeline(BasePipeline):
         if self.num_empty_steps >= MAX_EMPTY_STEPS:
             self.give_up(rollout)
 
-    def log_samples(
-        self,
-        step: int,
-        batch: DataProto | None,
-        split: str = "train",
-        dropped: Sequence[Dropped] = (),
-    ) -> None:
+    def log_samples(self, step: int, batch: DataProto | None, dropped: Sequence[Dropped]) -> None:
         """Write samples of this step to the run's folder and to `rollout_dump_dir`."""
         if self.sample_logs:
             samples = [item.sample(self.tokenizer) for item in dropped]
             for log in self.sample_logs:
-                log.write(step, batch, split=split, dropped=samples)
+                log.write(step, batch, dropped=samples)
+
+    @staticmethod
+    def _log_validation(
+        logs: Sequence[RolloutLog], step: int, rollout: Rollout, tokenizer: Any
+    ) -> None:
+        batch = None
+        if rollout.groups:
+            batch = collate(rollout.trajectories, tokenizer.pad_token_id, per_turn=None)
+        dropped = [item.sample(tokenizer) for item in rollout.dropped]
+        for log in logs:
+            log.write(step, batch, split="val", dropped=dropped)
 
     def compute_rows(
         self, cluster: Cluster, method: str, batch: DataProto, **meta_info: Any
@@ -365,6 +400,56 @@ class PolicyPipeline(BasePipeline):
         """End what samples are made with, besides the clusters."""
         if self.source is not None:
             self.source.close()
+        if self.val_source is not None and self.val_source is not self.source:
+            self.val_source.close()
+
+    # -- `roll eval` -------------------------------------------------------------------------------
+
+    @classmethod
+    def evaluate(
+        cls,
+        pipeline_config: Any,
+        checkpoint: str | Path | None = None,
+        *,
+        samples_to: str | Path | None = None,
+    ) -> dict[str, float]:
+        """The metrics of one validation, without training anything.
+
+        Args:
+            checkpoint: a run (its newest checkpoint), a checkpoint of a run, or any model folder or
+                Hugging Face name; by default the model that the config starts from.
+            samples_to: a folder whose `rollouts/val-000000.jsonl` gets every sample.
+        """
+        model_args = pipeline_config.actor_infer.model_args
+        if checkpoint is not None:
+            model_args = model_args.model_copy(update={"model_name_or_path": str(checkpoint)})
+        infer = pipeline_config.actor_infer.model_copy(update={"model_args": model_args})
+        # Without `eval_steps` a config may have no role for validation.
+        config = pipeline_config.model_copy(update={"actor_infer": infer, "eval_steps": 1})
+        tokenizer = default_tokenizer_provider(model_args)
+        data = cls.load_validation(config, tokenizer)
+        seed_everything(config.seed)
+        manager = ResourceManager(
+            config.num_gpus_per_node, config.num_nodes, backend=config.execution_backend
+        )
+        clusters: dict[str, Cluster] = {}
+        source: ValSource | None = None
+        try:
+            for name, role in config.active_roles().items():
+                if name == "actor_infer" or name.startswith(cls.val_roles):
+                    clusters[name] = Cluster(name, role.worker_cls, manager, role)
+            for cluster in clusters.values():
+                cluster.initialize(config)
+            source = cls.make_val_source(config, clusters, tokenizer, data)
+            rollout = source.validate()
+        finally:
+            if source is not None:
+                source.close()
+            for cluster in clusters.values():
+                cluster.shutdown()
+        if samples_to is not None:
+            cls._log_validation([RolloutLog(samples_to, tokenizer, None)], 0, rollout, tokenizer)
+        return rollout.metrics
 
 
 def _dump_of(dump_dir: str | Path, step: int) -> Path:

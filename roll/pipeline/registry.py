@@ -33,7 +33,7 @@ PIPELINE_CLASSES: Mapping[str, str] = {
     "agentic": "roll.pipeline.agentic.agentic_pipeline.AgenticPipeline",
     "sft": "roll.pipeline.sft.sft_pipeline.SFTPipeline",
 }
-EVALUATED = ("rlvr",)  # pipelines that `roll eval` knows
+EVALUATED = ("rlvr", "agentic")  # pipelines that `roll eval` knows
 
 
 def read_config(

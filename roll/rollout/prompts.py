@@ -104,6 +104,7 @@ class PromptSource:
         rewards: Mapping[str, Cluster],
         pad_token_id: int,
         sampler: PromptSampler | None = None,
+        val_prompts: PromptDataset | None = None,
     ) -> None:
         assert config.actor_infer.generating_args is not None
         self.config, self.engine, self.rewards, self.pad_token_id = (
@@ -115,6 +116,7 @@ class PromptSource:
         self.sampling = SamplingParams.from_config(
             config.actor_infer.generating_args, seed=config.seed
         )
+        self.val_prompts = val_prompts
         self.tally = Tally()
         self.buffer: Buffer | None = None
         self._changed = threading.Condition()
@@ -172,13 +174,13 @@ class PromptSource:
         }
         return Rollout(groups, tally.dropped, metrics)
 
-    def validate(self, dataset: PromptDataset) -> Rollout:
+    def validate(self) -> Rollout:
         """All prompts of the validation, answered and scored, with the metrics of `val_metrics`.
         The random numbers are the same at every validation."""
         sampling, num_samples = val_sampling(self.config)
         jobs = [
             self._job(f"val-{prompt.index}", prompt, sampling=sampling, num_samples=num_samples)
-            for prompt in dataset
+            for prompt in self.val_prompts or ()
         ]
         tally = Tally()
         # Not through the gate: it is closed while the main thread validates.

@@ -1,4 +1,7 @@
-"""From prompts to requests, and from generated tokens to the rows that everything after generation works on."""
+"""Generation by the batch, as ROLL's `InferWorker.generate` has it: prompts to requests, outputs to rows.
+
+Pipelines work with requests and trajectories instead (`roll.rollout`).
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,34 @@ def postprocess_generate(
     pad_to_seq_len: bool = True,
     response_lens: Tensor | None = None,
 ) -> DataProto:
-    """Right-padded rows with their masks, `num_return_sequences` rows for each prompt, in the prompts' order.
+    """Right-padded rows with their masks, `num_return_sequences` for each prompt, in their order.
 
     Args:
-        prompts: `input_ids`, `attention_mask` (P, prompt width), left padded; `prompt_id` (P,) if there is one.
-        output: token ids (P * num_return_sequences, prompt width + new tokens): each prompt, then its answer.
-        eos_token_id: the ids that end an answer. The first of them belongs to the answer, what follows does not.
+        prompts: `input_ids`, `attention_mask` (P, prompt width), left padded; `prompt_id` (P,) if
+            there is one.
+        output: token ids (P * num_return_sequences, prompt width + new tokens): each prompt, then
+            its response.
+        eos_token_id: the ids that end a response. The first of them belongs to it, what follows
+            does not.
         output_logprobs: (rows, new tokens), the engine's log-probabilities of the new tokens.
-        pad_to_seq_len: rows are `sequence_length` wide, else as wide as the longest needs. Longer rows are cut off.
-        response_lens: (rows,), how many new tokens each answer has, where an engine says so; `eos_token_id` is not
-            looked for then.
+        pad_to_seq_len: rows are `sequence_length` wide, else as wide as the longest needs. Longer
+            rows are cut off.
+        response_lens: (rows,), how many new tokens each response has, where an engine says so;
+            `eos_token_id` is not looked for then.
 
-    Returns `input_ids`, `attention_mask`, `position_ids`, `prompt_mask`, `response_mask` (rows, S), `prompts` (left
-    padded), `responses`, `prompt_id` and `infer_logprobs` (rows, S-1), column t for token t+1, if given.
+    Returns `input_ids`, `attention_mask`, `position_ids`, `prompt_mask`, `response_mask` (rows, S),
+    `prompts` (left padded), `responses`, `prompt_id` and `infer_logprobs` (rows, S-1), column t for
+    token t+1, if given.
 
-    Example: prompt [pad, 7, 8], answer [5, eos, pad], S = 6 -> input_ids [7, 8, 5, eos, pad, pad], response_mask
-    [0, 0, 1, 1, 0, 0].
+    Example: prompt [pad, 7, 8], response [5, eos, pad], S = 6 -> input_ids
+    [7, 8, 5, eos, pad, pad], response_mask [0, 0, 1, 1, 0, 0].
     """
     width = prompts["input_ids"].shape[1]
     rows = len(prompts) * num_return_sequences
     if len(output) != rows or output.shape[1] < width:
         raise ValueError(
-            f"expected {rows} rows ({len(prompts)} prompts x {num_return_sequences}) of at least {width} tokens, got "
-            f"shape {tuple(output.shape)}"
+            f"expected {rows} rows ({len(prompts)} prompts x {num_return_sequences}) of at least "
+            f"{width} tokens, got shape {tuple(output.shape)}"
         )
     attended = prompts["attention_mask"].bool().repeat_interleave(num_return_sequences, dim=0)
     prompt_lens = attended.sum(1, keepdim=True)
@@ -61,6 +69,7 @@ def postprocess_generate(
     total_lens = (prompt_lens + lens_R1).clamp(max=sequence_length)
     full_width = sequence_length if pad_to_seq_len else int(total_lens.max())
 
+    new_columns = torch.arange(responses.shape[1], device=output.device)
     # Column j of a row comes from column j + (left padding of its prompt).
     columns = torch.arange(full_width, device=output.device).expand(rows, -1)
     source = columns + (width - prompt_lens)
@@ -77,21 +86,17 @@ def postprocess_generate(
         "prompt_mask": prompt_mask,
         "response_mask": response_mask.long(),
         "prompts": prompts["input_ids"].repeat_interleave(num_return_sequences, dim=0),
-        "responses": torch.where(columns_of(responses) < lens_R1, responses, pad_token_id),
+        "responses": torch.where(new_columns < lens_R1, responses, pad_token_id),
     }
     if "prompt_id" in prompts:
         tensors["prompt_id"] = prompts["prompt_id"].repeat_interleave(num_return_sequences, dim=0)
     if output_logprobs is not None:
-        # Token j of the row is new token j - prompt length, and column j - 1 of the log-probabilities speaks of it.
+        # Token j of the row is new token j - prompt length, and column j - 1 of the
+        # log-probabilities speaks of it.
         new_token = (columns - prompt_lens).clamp(0, output_logprobs.shape[1] - 1)
         log_probs = torch.where(response_mask, output_logprobs.gather(1, new_token), 0.0)
         tensors["infer_logprobs"] = log_probs[:, 1:]
     return type(prompts).from_dict(tensors, meta_info=prompts.meta_info)
-
-
-def columns_of(tensor: Tensor) -> Tensor:
-    """Column numbers, in the shape of a (rows, columns) tensor."""
-    return torch.arange(tensor.shape[1], device=tensor.device).expand_as(tensor)
 
 
 def prompt_requests(
@@ -99,22 +104,20 @@ def prompt_requests(
 ) -> list[GenerationRequest]:
     """A request for each left-padded prompt, with `num_return_sequences` samples.
 
-    The random streams of a prompt's samples are named by its `prompt_id` where there is that column, else by its
-    tokens, and by how often they occurred before: they depend neither on the order of the rows nor on the rank.
+    The random streams of a prompt's samples are named by its `prompt_id` where there is that column,
+    else by its tokens, and by how often they occurred before: they depend neither on the order of
+    the rows nor on the rank.
     """
     num_samples = generation_config.get("num_return_sequences") or 1
-    ids = [
-        tuple(row[attended].tolist())
-        for row, attended in zip(
-            prompts["input_ids"], prompts["attention_mask"].bool(), strict=True
-        )
-    ]
-    names = (
-        prompts["prompt_id"].tolist() if "prompt_id" in prompts else [_digest(row) for row in ids]
-    )
+    attended = prompts["attention_mask"].bool()
     seen: Counter[Any] = Counter()
     requests = []
-    for row, (prompt_ids, name) in enumerate(zip(ids, names, strict=True)):
+    for row, (ids, mask) in enumerate(zip(prompts["input_ids"], attended, strict=True)):
+        prompt_ids = tuple(ids[mask].tolist())
+        if "prompt_id" in prompts:
+            name = prompts["prompt_id"][row].item()
+        else:
+            name = hashlib.blake2b(repr(prompt_ids).encode(), digest_size=12).hexdigest()
         keys = tuple(f"{name}/{seen[name]}/{sample}" for sample in range(num_samples))
         seen[name] += 1
         sampling = SamplingParams.from_config(
@@ -127,36 +130,26 @@ def prompt_requests(
 
 
 def rows_of_outputs(
-    requests: Sequence[GenerationRequest],
+    prompts: DataProto,
     outputs: Sequence[GenerationOutput],
     *,
     sequence_length: int,
     pad_token_id: int,
     pad_to_seq_len: bool = True,
-    prompts: DataProto | None = None,
 ) -> DataProto:
-    """The rows of `postprocess_generate`, a row for each output, in the outputs' order, from what an engine answered.
+    """The rows of `postprocess_generate`, one for each output, equally many for each prompt.
 
-    Besides its columns: `infer_logprobs` (rows, S-1), and for each row `finish_reason`, `policy_version` and
-    `drop_reason` (None, or why there is no answer: the row then has no response token). The outputs of an interrupted
-    request must have been joined: `token_ids` are the whole response.
-
-    Args:
-        requests: all that `outputs` name.
-        prompts: (P, width) left padded, whose `input_ids` become the column `prompts` and whose `prompt_id` and
-            `meta_info` are kept; then there are equally many outputs for each, in order.
+    Besides its columns: `infer_logprobs` (rows, S-1), and for each row `finish_reason`,
+    `policy_version` and `drop_reason` (None, or why there is no response: the row then has no
+    response token).
     """
-    request_of = {request.request_id: request for request in requests}
-    if prompts is None:
-        prompts = _left_padded(
-            [request_of[output.request_id].prompt_ids for output in outputs], pad_token_id
-        )
     group = len(outputs) // len(prompts)
     answers = [output.token_ids for output in outputs]
-    values = [output.log_probs for output in outputs]
     most = max([1, *(len(answer) for answer in answers)])
     tokens = torch.tensor([answer + [pad_token_id] * (most - len(answer)) for answer in answers])
-    log_probs = torch.tensor([value + [0.0] * (most - len(value)) for value in values])
+    log_probs = torch.tensor(
+        [output.log_probs + [0.0] * (most - len(output.log_probs)) for output in outputs]
+    )
     rows = postprocess_generate(
         prompts,
         torch.cat([prompts["input_ids"].cpu().repeat_interleave(group, dim=0), tokens], dim=1),
@@ -174,18 +167,3 @@ def rows_of_outputs(
         "drop_reason": [output.error for output in outputs],
     }
     return type(rows)(rows.batch, facts, rows.meta_info)
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> DataProto:
-    from roll.distributed.scheduler.protocol import DataProto
-
-    width = max(len(ids) for ids in prompts)
-    rows = torch.tensor([[pad_token_id] * (width - len(ids)) + list(ids) for ids in prompts])
-    lengths = torch.tensor([[len(ids)] for ids in prompts])
-    return DataProto.from_dict(
-        {"input_ids": rows, "attention_mask": (columns_of(rows) >= width - lengths).long()}
-    )
-
-
-def _digest(ids: tuple[int, ...]) -> str:
-    return hashlib.blake2b(repr(ids).encode(), digest_size=12).hexdigest()

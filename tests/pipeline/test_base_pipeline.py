@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from roll.configs.worker_config import WorkerConfig
 from roll.distributed.executor.cluster import Cluster
@@ -76,9 +77,12 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_a_run_leaves_config_metrics_checkpoints_and_its_story(tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     pipeline = run(make_config(tmp_path))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     folder = tmp_path / "exp"
-    assert pipeline.run_dir == folder
+    assert pipeline.run_dir == folder and pipeline.pipeline_config.output_dir == str(folder)
+    assert pipeline.pipeline_config.resume_from_checkpoint is False
     assert steps_of(folder) == [0, 1, 2, 3, 4, 5]
     line = read_metrics(folder / "metrics.jsonl")[4]
     assert (line["total"], line["parts"], line["system/step"]) == (10, 6, 5)
@@ -89,13 +93,6 @@ def test_a_run_leaves_config_metrics_checkpoints_and_its_story(tmp_path):
     # The config starts such a run again: not inside the folder of this one.
     copy = load_config(folder / "config.yaml", warn=False).config
     assert (copy.output_dir, copy.exp_name, copy.max_steps) == (str(tmp_path), "exp", 6)
-
-
-def test_workers_see_the_run_folder(tmp_path):
-    pipeline = Counter(make_config(tmp_path))
-    assert pipeline.pipeline_config.output_dir == str(tmp_path / "exp")
-    assert pipeline.pipeline_config.resume_from_checkpoint is False
-    pipeline.close()
 
 
 @pytest.mark.parametrize("how", [True, "run", "checkpoint"])
@@ -110,25 +107,19 @@ def test_resume_goes_on_where_the_checkpoint_is(tmp_path, how):
     folder = tmp_path / "exp"
     assert RunFolder(folder).info()["status"] == "failed"
     assert steps_of(folder) == [0, 1, 2, 3, 4]
-    given = {"run": str(folder), "checkpoint": str(folder / "checkpoints" / "checkpoint-4")}.get(
-        how, how
-    )
-    pipeline = run(make_config(tmp_path, max_steps=8, resume_from_checkpoint=given))
-    assert pipeline.run_dir == folder
-    assert pipeline.total == sum(range(8))
+    where = {"run": str(folder), "checkpoint": str(folder / "checkpoints" / "checkpoint-4")}
+    pipeline = run(make_config(tmp_path, max_steps=8, resume_from_checkpoint=where.get(how, how)))
+    assert pipeline.run_dir == folder and pipeline.total == sum(range(8))
     assert steps_of(folder) == list(range(8))
     assert RunFolder(folder).info()["status"] == "finished"
 
 
-def test_resume_of_a_finished_run_does_nothing_and_says_so(tmp_path, caplog):
+def test_resume_of_a_finished_run_and_from_an_older_checkpoint(tmp_path, caplog):
     run(make_config(tmp_path))
     pipeline = run(make_config(tmp_path, resume_from_checkpoint=True))
     assert "there is nothing left to train" in caplog.text
     assert pipeline.total == 15 and steps_of(tmp_path / "exp") == list(range(6))
-
-
-def test_from_an_older_checkpoint_a_new_run_starts_with_the_old_lines(tmp_path):
-    run(make_config(tmp_path))
+    # From an older checkpoint a new run starts with the old lines.
     older = tmp_path / "exp" / "checkpoints" / "checkpoint-4"
     pipeline = run(make_config(tmp_path, resume_from_checkpoint=str(older)))
     assert pipeline.run_dir == tmp_path / "exp-2" and pipeline.total == 15
@@ -219,9 +210,8 @@ def test_the_first_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path
     ]
     assert [path.name for path in complete_checkpoints(folder)] == ["checkpoint-3"]
     assert RunFolder(folder).info()["status"] == "stopped"
-    again = run(
-        load_config(folder / "config.yaml", [f"resume_from_checkpoint={folder}"], warn=False).config
-    )
+    overrides = [f"resume_from_checkpoint={folder}"]
+    again = run(load_config(folder / "config.yaml", overrides, warn=False).config)
     assert again.run_dir == folder and again.total == 15
 
 
@@ -231,12 +221,6 @@ def test_the_second_signal_stops_at_once(tmp_path):
     assert result.stdout.splitlines() == ["step went on", "stopped at once"]
     assert RunFolder(tmp_path / "exp").info()["status"] == "stopped"
     assert complete_checkpoints(tmp_path / "exp") == []
-
-
-def test_handlers_are_put_back(tmp_path):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    run(make_config(tmp_path))
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_a_constructor_that_fails_marks_its_run_as_failed(tmp_path):
@@ -266,13 +250,8 @@ class Echo(Worker):
 
 def test_clusters_of_roles_are_made_initialized_saved_and_ended(tmp_path):
     config = make_config(tmp_path, actor_train=WorkerConfig(worker_cls=f"{__name__}.Echo"))
-    config = config.model_copy(
-        update={
-            "actor_train": config.actor_train.model_copy(
-                update={"worker_cls": Echo, "name": "actor_train"}
-            )
-        }
-    )
+    role = config.actor_train.model_copy(update={"worker_cls": Echo, "name": "actor_train"})
+    config = config.model_copy(update={"actor_train": role})
 
     class WithCluster(Counter):
         def __init__(self, pipeline_config, *, progress=False):
@@ -284,23 +263,18 @@ def test_clusters_of_roles_are_made_initialized_saved_and_ended(tmp_path):
     pipeline = WithCluster(config)
     assert isinstance(pipeline.actor_train, Cluster)
     assert pipeline.actor_train.where() == [str(tmp_path / "exp")]
-    with pytest.raises(
-        ConfigError, match="critic is no role of this run; its roles are actor_train, reference"
-    ):
+    message = "critic is no role of this run; its roles are actor_train, reference"
+    with pytest.raises(ConfigError, match=message):
         pipeline.make_cluster("critic")
     pipeline.run()
     assert sorted(path.name for path in (tmp_path / "exp").glob("echo-*")) == ["echo-4", "echo-6"]
     # The time that saving took stands in the line of the step that was saved.
-    timed = {
-        x["step"]: x.get("time/echo/do_checkpoint/total")
-        for x in read_metrics(tmp_path / "exp/metrics.jsonl")
-    }
-    assert timed == {0: None, 1: None, 2: None, 3: 0.25, 4: None, 5: 0.25}
+    lines = read_metrics(tmp_path / "exp" / "metrics.jsonl")
+    times = [line.get("time/echo/do_checkpoint/total") for line in lines]
+    assert times == [None, None, None, 0.25, None, 0.25]
     with pytest.raises(Exception, match="was shut down"):
         pipeline.actor_train.where()
-    assert (
-        pipeline.model_folder() == tmp_path / "exp" / "checkpoints" / "checkpoint-6" / "actor_train"
-    )
+    assert pipeline.model_folder() == tmp_path / "exp/checkpoints/checkpoint-6/actor_train"
 
 
 def test_a_checkpoint_is_complete_only_when_the_line_of_its_step_is_there(tmp_path, monkeypatch):
@@ -324,30 +298,21 @@ def test_ctrl_c_after_the_step_was_logged_saves_it_too(tmp_path):
 
     run(make_config(tmp_path), Late, progress=False)
     assert [path.name for path in complete_checkpoints(tmp_path / "exp")] == ["checkpoint-2"]
-    assert RunFolder(tmp_path / "exp").info()["status"] == "stopped" and steps_of(
-        tmp_path / "exp"
-    ) == [0, 1]
+    assert RunFolder(tmp_path / "exp").info()["status"] == "stopped"
+    assert steps_of(tmp_path / "exp") == [0, 1]
 
 
 def test_missing_gpus_are_an_error_with_the_override_that_helps(tmp_path):
-    config = make_config(
-        tmp_path,
-        num_gpus_per_node=1,
-        actor_train={
-            "worker_cls": "roll.distributed.executor.worker.Worker",
-            "device_mapping": [0],
-            "strategy_args": {"strategy_name": "hf_train"},
-        },
-    )
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    pipeline = Counter(config)
-    with pytest.raises(
-        ConfigError,
-        match=r"names GPU 0, but this machine shows 0 GPU.*actor_train.device_mapping=null",
-    ):
+    role = {
+        "worker_cls": "roll.distributed.executor.worker.Worker",
+        "device_mapping": [0],
+        "strategy_args": {"strategy_name": "hf_train"},
+    }
+    pipeline = Counter(make_config(tmp_path, num_gpus_per_node=1, actor_train=role))
+    message = r"names GPU 0, but this machine shows 0 GPU.*actor_train.device_mapping=null"
+    with pytest.raises(ConfigError, match=message):
         pipeline.make_cluster("actor_train")
     pipeline.close("failed")
 
@@ -372,6 +337,5 @@ def test_summaries_are_json(tmp_path):
     pipeline.summary["validation"] = {"loss": float("nan"), "acc": 0.5}
     pipeline.run()
     text = (tmp_path / "exp" / "run.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["summary"] == {
-        "validation": {"loss": None, "acc": 0.5}
-    }
+    summary = json.loads(text, parse_constant=pytest.fail)["summary"]
+    assert summary == {"validation": {"loss": None, "acc": 0.5}}

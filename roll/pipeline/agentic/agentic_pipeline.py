@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from roll.algorithms.masking import masked_mean
+from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
-from roll.exceptions import DataError
+from roll.exceptions import ConfigError, DataError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
-from roll.pipeline.agentic.env_source import EnvSource, GroupFilter
-from roll.pipeline.agentic.llm_proxy import create_llm_proxy
+from roll.pipeline.agentic.env_source import EnvSource, GroupFilter, env_source
 from roll.pipeline.agentic.utils import (
     agentic_compute_advantage,
     compute_discounted_returns,
@@ -24,12 +24,10 @@ from roll.pipeline.agentic.utils import (
 from roll.pipeline.model_worker import NUM_STEPS
 from roll.pipeline.policy_pipeline import PolicyPipeline
 from roll.rollout.buffer import STALE
-from roll.rollout.collate import collate
 from roll.rollout.metrics import (
     compute_rollout_traj_metrics,
     compute_train_data_metrics,
     get_episode_scores,
-    validation_metrics,
     validation_summary,
 )
 from roll.rollout.types import Rollout
@@ -56,6 +54,7 @@ class AgenticPipeline(PolicyPipeline):
         "rollout": "time/step_rollout",
         "reference": "time/step_ref_log_probs_values_reward",
         "old_log_probs": "time/step_old_log_probs_values",
+        "validate": "time/step_val",
         "log": "time/step_log",
     }
     loss_masks = ("response_mask",)
@@ -66,6 +65,7 @@ class AgenticPipeline(PolicyPipeline):
         "final_response_mask",
         "entropy",
     )
+    val_roles = "val_env"
 
     def __init__(self, pipeline_config: AgenticConfig, *, progress: bool | None = None) -> None:
         # What can be wrong with the input is found before a model is loaded and before the run has
@@ -75,29 +75,29 @@ class AgenticPipeline(PolicyPipeline):
         super().__init__(config, progress=progress)
         self.initialize(*self.clusters)
         roles = config.active_roles()
-        self.source = self._make_source("train") if "train_env" in roles else None
-        self.val_source = self._make_source("val") if "val_env" in roles else None
+        if "train_env" in roles:
+            self.source = self._make_source("train")
+        if "val_env" in roles:
+            self.val_source = self._make_source("val")
         self.rows_are_turns = config.rows_are_turns
-        self.can_validate = self.val_source is not None
         self.restore()
 
     def _make_source(self, mode: Literal["train", "val"]) -> EnvSource:
-        config = self.pipeline_config
-        manager = config.train_env_manager if mode == "train" else config.val_env_manager
         cluster = self.make_cluster(f"{mode}_env")
         self.initialize(cluster)
-        proxy = create_llm_proxy(
-            manager.llm_proxy, actor_infer=self.actor_infer, tokenizer=self.tokenizer
-        )
-        return EnvSource(
-            config,
-            manager,
-            mode,
-            env_cluster=cluster,
-            proxy=proxy,
-            tokenizer=self.tokenizer,
-            first_step=self.global_step,
-        )
+        config, first_step = self.pipeline_config, self.global_step
+        return env_source(mode, config, cluster, self.actor_infer, self.tokenizer, first_step)
+
+    @classmethod
+    def load_validation(cls, config: AgenticConfig, tokenizer: Any) -> None:
+        if "val_env" not in config.active_roles():
+            raise ConfigError("val_env_manager: missing; it says which episodes to evaluate on")
+
+    @classmethod
+    def make_val_source(
+        cls, config: AgenticConfig, clusters: Mapping[str, Cluster], tokenizer: Any, data: Any
+    ) -> EnvSource:
+        return env_source("val", config, clusters["val_env"], clusters["actor_infer"], tokenizer)
 
     def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
         """The rows of this step, of episodes that are played or replayed."""
@@ -161,26 +161,8 @@ class AgenticPipeline(PolicyPipeline):
         samples = (step + 1) * self.pipeline_config.rollout_batch_size
         self.metrics.add_metrics({"system/tps": tokens / seconds, "system/samples": samples})
 
-    def validate(self, step: int) -> dict[str, float]:
-        """Play the validation's episodes, the same every time; scores, success and the
-        environments' metrics."""
-        assert self.val_source is not None
-        self.use(self.actor_infer)
-        with self.metrics.timer("time/step_val"):
-            rollout = self.val_source.rollout(step, self.pipeline_config.val_batch_size)
-        metrics = {
-            f"val/{name}": value
-            for name, value in rollout.metrics.items()
-            if not name.startswith("time/")
-        }
-        if rollout.groups:
-            metrics |= validation_metrics(rollout.trajectories)
-            batch = collate(rollout.trajectories, self.pad_token_id, per_turn=None)
-            self.log_samples(step, batch, split="val")
-        return metrics
-
     def result(self) -> str:
-        if not self.can_validate or self.is_interrupted:
+        if self.val_source is None or self.is_interrupted:
             return ""
         return validation_summary(self.final_validation())
 
@@ -201,11 +183,6 @@ class AgenticPipeline(PolicyPipeline):
             f"no episode of {self.num_empty_steps} steps in a row can be used "
             f"({', '.join(reasons)})"
         )
-
-    def close_sources(self) -> None:
-        super().close_sources()
-        if self.val_source is not None:
-            self.val_source.close()
 
 
 # How rows, whose number is known only after the episodes, fill the optimizer steps: the number of

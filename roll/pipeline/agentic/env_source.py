@@ -22,9 +22,10 @@ from roll.engines.request import SamplingParams
 from roll.pipeline.agentic.env import entry_point_of
 from roll.pipeline.agentic.env_host import LOST, EnvCall, EnvReply, EnvSpec
 from roll.pipeline.agentic.env_manager import BaseEnvManager, Conversation, DriftMonitor, EnvEntry
-from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest
+from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, TurnRequest, create_llm_proxy
 from roll.rollout.buffer import STALE, Buffer, is_stale, staleness_metrics
 from roll.rollout.collate import collate
+from roll.rollout.metrics import validation_metrics
 from roll.rollout.types import Dropped, Group, Rollout, Trajectory
 from roll.utils.import_utils import import_class
 from roll.utils.logging import get_logger
@@ -265,6 +266,19 @@ class EnvSource:
         rollout.metrics["rollout/wait_seconds"] = time.monotonic() - started
         return rollout
 
+    def validate(self) -> Rollout:
+        """Scores, success and the environments' metrics of the validation's episodes, which are the
+        same every time."""
+        rollout = self.rollout(0, self.config.val_batch_size)
+        rollout.metrics = {
+            f"val/{name}": value
+            for name, value in rollout.metrics.items()
+            if not name.startswith("time/")
+        }
+        if rollout.groups:
+            rollout.metrics |= validation_metrics(rollout.trajectories)
+        return rollout
+
     def rollout(self, step: int, num_trajectories: int) -> Rollout:
         """Play until all groups of the batch are complete; those that a filter drops, or that are
         too old for the step, are replaced."""
@@ -359,6 +373,28 @@ class EnvSource:
 
     def waiting_for(self) -> str:
         return f"the episodes of step {self._next_step} are being played"
+
+
+def env_source(
+    mode: Literal["train", "val"],
+    config: AgenticConfig,
+    env_cluster: Cluster,
+    actor_infer: Cluster | None,
+    tokenizer: PreTrainedTokenizerBase,
+    first_step: int = 0,
+) -> EnvSource:
+    """The source of a pipeline's `train_env_manager` or `val_env_manager`."""
+    manager = config.train_env_manager if mode == "train" else config.val_env_manager
+    proxy = create_llm_proxy(manager.llm_proxy, actor_infer=actor_infer, tokenizer=tokenizer)
+    return EnvSource(
+        config,
+        manager,
+        mode,
+        env_cluster=env_cluster,
+        proxy=proxy,
+        tokenizer=tokenizer,
+        first_step=first_step,
+    )
 
 
 @dataclass

@@ -6,7 +6,6 @@ The step itself is `PolicyPipeline.run`; an episode is one response to a prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,16 +13,12 @@ import torch
 from roll.algorithms.rewards import RunningMoments
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
-from roll.distributed.scheduler.resource_manager import ResourceManager
 from roll.exceptions import ConfigError, DataError
-from roll.models.checkpoint import seed_everything
-from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.data import load_data, make_sampler
 from roll.pipeline.policy_pipeline import PolicyPipeline
 from roll.pipeline.rlvr.actor_worker import SAMPLE_WEIGHTS, compute_sample_weights
 from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
-from roll.rollout.collate import collate
 from roll.rollout.prompts import PromptSource
 from roll.rollout.types import Rollout
 from roll.utils.functionals import (
@@ -32,7 +27,6 @@ from roll.utils.functionals import (
     get_sample_level_mask,
     reward_postprocess,
 )
-from roll.utils.rollout_log import RolloutLog
 
 
 class RLVRPipeline(PolicyPipeline):
@@ -47,20 +41,22 @@ class RLVRPipeline(PolicyPipeline):
         "rollout": "time/step_generate",
         "reference": "time/ref_log_probs_values",
         "old_log_probs": "time/old_log_probs",
+        "validate": "time/val_step",
     }
     loss_masks = ("response_mask", "final_response_mask")
     not_trained_on = ("prompts", "responses", "prompt_mask")
+    val_roles = "reward-"
 
     def __init__(self, pipeline_config: RLVRConfig, *, progress: bool | None = None) -> None:
         # What can be wrong with the input is found before a model is loaded and before the run has
         # a folder.
         config = pipeline_config
         self.tokenizer = self.load_tokenizer(config)
-        sampler = self.val_prompts = None
+        sampler = val_prompts = None
         if not config.is_replay:
             check_rewards(config)
             sampler = make_sampler(config, load_data(config, "actor_train", self.tokenizer))
-            self.val_prompts = load_data(config, "validation", self.tokenizer)
+            val_prompts = load_data(config, "validation", self.tokenizer)
         super().__init__(config, progress=progress)
         self.rewards: dict[str, Cluster] = {}
         if self.actor_infer is not None:
@@ -71,10 +67,29 @@ class RLVRPipeline(PolicyPipeline):
         self.prompts: PromptSource | None = None
         if self.actor_infer is not None and sampler is not None:
             self.prompts = self.source = PromptSource(
-                config, self.actor_infer, self.rewards, self.pad_token_id, sampler
+                config, self.actor_infer, self.rewards, self.pad_token_id, sampler, val_prompts
             )
-        self.can_validate = self.val_prompts is not None
+            self.val_source = None if val_prompts is None else self.prompts
         self.restore()
+
+    @classmethod
+    def load_validation(cls, config: RLVRConfig, tokenizer: Any) -> Any:
+        data_args = config.validation.data_args if config.validation is not None else None
+        if data_args is None or not data_args.files:
+            raise ConfigError(
+                "validation: missing; it says which prompts to evaluate on, and how to sample"
+            )
+        check_rewards(config)
+        return load_data(config, "validation", tokenizer)
+
+    @classmethod
+    def make_val_source(
+        cls, config: RLVRConfig, clusters: Mapping[str, Cluster], tokenizer: Any, data: Any
+    ) -> PromptSource:
+        rewards = {name: clusters[f"reward-{name}"] for name in config.rewards}
+        return PromptSource(
+            config, clusters["actor_infer"], rewards, tokenizer.pad_token_id, val_prompts=data
+        )
 
     def reward_clusters(self) -> Sequence[Cluster]:
         return list(self.rewards.values())
@@ -119,18 +134,8 @@ class RLVRPipeline(PolicyPipeline):
                 resources[name] = (num_gpus, cluster.dp_size)
         self.metrics.add_speeds(batch, resources)
 
-    def validate(self, step: int) -> dict[str, float]:
-        """Answer and score the validation prompts; the samples go to `rollouts/val-*.jsonl`."""
-        assert self.val_prompts is not None and self.prompts is not None
-        self.use(self.actor_infer, *self.rewards.values())
-        with self.metrics.timer("time/val_step"):
-            rollout = self.prompts.validate(self.val_prompts)
-        batch = collate(rollout.trajectories, self.pad_token_id) if rollout.groups else None
-        self.log_samples(step, batch, split="val", dropped=rollout.dropped)
-        return rollout.metrics
-
     def result(self) -> str:
-        if not self.can_validate or self.pipeline_config.eval_steps <= 0:
+        if self.val_source is None or self.pipeline_config.eval_steps <= 0:
             return ""
         share = self.final_validation().get("val_correct/all/mean", 0.0)
         return f"Validation: {share:.3f} of the samples are right."
@@ -170,67 +175,6 @@ class RLVRPipeline(PolicyPipeline):
             moments.load_state_dict(states["running_moments"][domain])
         if self.prompts is not None and "rollouts" in states:
             self.prompts.load_state_dict(states["rollouts"])
-
-    # -- `roll eval` -------------------------------------------------------------------------------
-
-    @classmethod
-    def evaluate(
-        cls,
-        pipeline_config: RLVRConfig,
-        checkpoint: str | Path | None = None,
-        *,
-        samples_to: str | Path | None = None,
-    ) -> dict[str, float]:
-        """The metrics of one validation (see `val_metrics`), without training anything.
-
-        Args:
-            checkpoint: a run (its newest checkpoint), a checkpoint of a run, or any model folder or
-                Hugging Face name; by default the model that the config starts from.
-            samples_to: a folder whose `rollouts/val-000000.jsonl` gets every sample.
-        """
-        config = pipeline_config
-        data_args = config.validation.data_args if config.validation is not None else None
-        if data_args is None or not data_args.files:
-            raise ConfigError(
-                "validation: missing; it says which prompts to evaluate on, and how to sample"
-            )
-        model_args = config.actor_infer.model_args
-        if checkpoint is not None:
-            model_args = model_args.model_copy(update={"model_name_or_path": str(checkpoint)})
-        infer = config.actor_infer.model_copy(update={"model_args": model_args})
-        config = config.model_copy(update={"actor_infer": infer})
-        tokenizer = default_tokenizer_provider(model_args)
-        check_rewards(config)
-        prompts = load_data(config, "validation", tokenizer)
-        assert prompts is not None
-        seed_everything(config.seed)
-        manager = ResourceManager(
-            config.num_gpus_per_node, config.num_nodes, backend=config.execution_backend
-        )
-        clusters: dict[str, Cluster] = {}
-        source: PromptSource | None = None
-        try:
-            for name, role in config.active_roles().items():
-                if name == "actor_infer" or name.startswith("reward-"):
-                    clusters[name] = Cluster(name, role.worker_cls, manager, role)
-            for cluster in clusters.values():
-                cluster.initialize(config)
-            engine = clusters["actor_infer"]
-            rewards = {name: clusters[f"reward-{name}"] for name in config.rewards}
-            source = PromptSource(config, engine, rewards, tokenizer.pad_token_id)
-            rollout = source.validate(prompts)
-        finally:
-            if source is not None:
-                source.close()
-            for cluster in clusters.values():
-                cluster.shutdown()
-        if samples_to is not None:
-            batch = None
-            if rollout.groups:
-                batch = collate(rollout.trajectories, tokenizer.pad_token_id)
-            dropped = [item.sample(tokenizer) for item in rollout.dropped]
-            RolloutLog(samples_to, tokenizer, None).write(0, batch, split="val", dropped=dropped)
-        return rollout.metrics
 
 
 def _by_domain(

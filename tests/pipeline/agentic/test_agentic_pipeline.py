@@ -262,6 +262,13 @@ def test_validation_is_on_fixed_seeds_and_greedy_if_asked(tmp_path):
         "val/success",
     } <= lines[0].keys()
     assert "val/success" in lines[1]  # the end is validated, too
+    found = AgenticPipeline.evaluate(
+        pipeline.pipeline_config.model_copy(update={"eval_steps": 0}),
+        pipeline.run_dir,
+        samples_to=tmp_path / "eval",
+    )
+    assert found == {key: value for key, value in lines[1].items() if key in found}
+    assert (tmp_path / "eval" / "rollouts" / "val-000000.jsonl").stat().st_size > 0
     first, last = (
         Path(pipeline.run_dir / "rollouts" / f"val-{step:06d}.jsonl").read_text() for step in (0, 1)
     )

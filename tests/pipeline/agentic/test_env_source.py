@@ -5,17 +5,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from agentic_setup import STEP, EchoProxy, env_config, source_of, tiny_pipeline_config
+from agentic_setup import STEP, EchoProxy, env_config, source_of
 
 from roll.engines.request import GenerationOutput
 from roll.exceptions import ConfigError
 from roll.models.tiny import character_tokenizer
-from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.agentic.env_source import MAX_REPLACEMENTS, Episode, GroupQueue, derive_seed
 from roll.pipeline.agentic.llm_proxy import PolicyProxy
 from roll.rollout.collate import collate
 from roll.rollout.types import Trajectory
-from roll.utils.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -429,23 +427,3 @@ def test_it_takes_ray():
     with pytest.raises(ConfigError, match="expected policy"):
         manager = {"llm_proxy": {"proxy_type": "random"}}
         env_config(GOOD, async_generation_ratio=1, manager=manager)
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize("ratio", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_on_ray(tmp_path, ratio):
-    val = {"num_env_groups": 2, "tags": ["Good"]}
-    config = tiny_pipeline_config(
-        tmp_path, GOOD, async_generation_ratio=ratio, backend="ray", max_steps=3,
-        adv_estimator="gigpo", eval_steps=2, val_env_manager=val, val_batch_size=2,
-    )  # fmt: skip
-    with AgenticPipeline(config, progress=False) as pipeline:
-        pipeline.run()
-    lines = read_metrics(pipeline.run_dir / "metrics.jsonl")
-    assert pipeline.global_step == 3 and "val/success" in lines[2]
-    if ratio:
-        for line in lines[:3]:
-            assert line["rollout/staleness/max"] <= 1 and line["rollout/dropped/stale"] == 0
-            assert 0 <= line["scheduler/off_policy_ratio"] <= 1
-            assert line["rollout/wait_seconds"] >= 0
-            assert "critic/entropy/mean" not in line, "old log-probabilities are the sampler's"

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from agentic_setup import tiny_pipeline_config
 from rlvr_setup import make_config, make_inputs, make_values, metrics_of, read_rollouts
 
+from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
+from roll.utils.tracking import read_metrics
 
 pytestmark = pytest.mark.ray
 
@@ -98,3 +101,22 @@ def test_asynchronous_rollouts_train_and_report_their_staleness(inputs, tmp_path
         **workers(inputs, train=1, infer=2, rows=8),
     )
     assert resumed.global_step == 7
+
+
+@pytest.mark.parametrize("ratio", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_environments_on_ray(tmp_path, ratio):
+    val = {"num_env_groups": 2, "tags": ["Good"]}
+    config = tiny_pipeline_config(
+        tmp_path, {"Good": "GoodEnv"}, async_generation_ratio=ratio, backend="ray", max_steps=3,
+        adv_estimator="gigpo", eval_steps=2, val_env_manager=val, val_batch_size=2,
+    )  # fmt: skip
+    with AgenticPipeline(config, progress=False) as pipeline:
+        pipeline.run()
+    lines = read_metrics(pipeline.run_dir / "metrics.jsonl")
+    assert pipeline.global_step == 3 and "val/success" in lines[2]
+    if ratio:
+        for line in lines[:3]:
+            assert line["rollout/staleness/max"] <= 1 and line["rollout/dropped/stale"] == 0
+            assert 0 <= line["scheduler/off_policy_ratio"] <= 1
+            assert line["rollout/wait_seconds"] >= 0
+            assert "critic/entropy/mean" not in line, "old log-probabilities are the sampler's"
