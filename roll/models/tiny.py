@@ -1,9 +1,10 @@
-"""Tiny models from nothing: a character tokenizer, a Qwen2 configuration and random weights, in one folder.
+"""Tiny models from nothing: a character tokenizer, a Qwen2 configuration and random weights.
 
     make_tiny_model("models/digits", "0123456789<", seed=0)
 
-The folder is what `transformers` writes for any model: `pretrain: models/digits` loads it, here, in plain transformers
-and in vLLM. With the defaults it has about 134,000 parameters and learns short tasks on a CPU in seconds.
+The folder is what `transformers` writes for any model: `pretrain: models/digits` loads it, here, in
+plain transformers and in vLLM. By default it has about 134,000 parameters and learns short tasks on
+a CPU in seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from roll.exceptions import ConfigError
 
-# <|endoftext|> is there because transformers gives it to every tokenizer of a Qwen2 folder that lacks it.
+# transformers gives <|endoftext|> to every tokenizer of a Qwen2 folder that lacks it.
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ASCII = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -29,24 +31,20 @@ CHAT_TEMPLATE = (
 def character_tokenizer(
     characters: str = ASCII, *, model_max_length: int = 512
 ) -> PreTrainedTokenizerFast:
-    """One token for each character, after 3 special ones: padding is 0, start of a turn 1, end of a turn 2.
+    """One token for each character, after padding (0), start of a turn (1) and end of a turn (2).
 
-    Text goes in and comes out unchanged, in the byte-level form that GPT-2 and Qwen use. The chat template is ChatML;
-    its role names and line breaks need letters and a newline in `characters`, so models for bare prompts use the
-    template `base`. A character that is not in `characters` cannot be encoded and is left out by the tokenizer.
+    Text goes in and comes out unchanged, in the byte-level form that GPT-2 and Qwen use; other
+    characters are left out. The chat template is ChatML, which needs letters and a newline; models
+    for bare prompts use the template `base`.
     """
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     unusual = sorted({character for character in characters if not character.isascii()})
     if not characters or repeated or unusual:
-        found = f"{repeated} more than once" if repeated else f"{unusual}" if unusual else "none"
+        found = f"{repeated} more than once" if repeated else str(unusual or "none")
         raise ConfigError(f"characters: expected different ASCII characters, found {found}")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokens = [
-        PAD,
-        START,
-        END,
-        *(byte_level.pre_tokenize_str(character)[0][0] for character in characters),
-    ]
+    letters = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
+    tokens = [PAD, START, END, *letters]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.pre_tokenizer = byte_level
     backend.decoder = decoders.ByteLevel()
@@ -73,10 +71,10 @@ def make_tiny_model(
     initializer_range: float = 0.02,
     tied: bool = False,
 ) -> Path:
-    """Write a Qwen2 with weights drawn from `seed` and its `character_tokenizer` to `folder`; returns the folder.
+    """Write a Qwen2 with weights drawn from `seed` and its tokenizer to `folder`; returns it.
 
-    `intermediate` is the width of the feed-forward layers, 4 * hidden if left out. Heads narrower than 32 work
-    everywhere but in vLLM. The caller's random state stays as it was.
+    `intermediate` is the width of the feed-forward layers, 4 * hidden if left out. Heads narrower
+    than 32 work everywhere but in vLLM. The caller's random state stays as it was.
     """
     if hidden % heads:
         raise ConfigError(f"hidden={hidden} is not a multiple of heads={heads}")

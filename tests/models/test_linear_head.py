@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from roll.configs.arguments import ModelArguments
-from roll.models.linear_head import HeadOutput, plain_logits, use_linear_logits
+from roll.models.linear_head import HeadOutput, use_linear_logits
 from roll.models.lora import add_lora
 from roll.ops.linear_logits import LinearLogits
 
@@ -109,45 +109,20 @@ def test_a_head_with_bias():
     assert torch.equal(output.materialize(), expected)
 
 
-def test_plain_logits_restores_the_ordinary_head_and_gives_it_back_after_an_error():
-    model = tiny_model()
-    batch = tiny_batch([4])
-    expected = model(**batch).logits
-    use_linear_logits(model)
-    with plain_logits(model):
-        assert torch.equal(model(**batch).logits, expected)
-        with plain_logits(model):  # nests
-            assert isinstance(model(**batch).logits, Tensor)
-        assert isinstance(model(**batch).logits, Tensor)
-    assert isinstance(model(**batch).logits, LinearLogits)
-    with pytest.raises(KeyError), plain_logits(model):
-        raise KeyError
-    assert isinstance(model(**batch).logits, LinearLogits)
-
-
-def test_generate_gives_the_same_tokens_with_and_without_linear_logits():
+def test_generate_and_labels_build_the_tensor_and_give_the_same():
     model = tiny_model().eval()
-    batch = {
-        "input_ids": tiny_batch([5, 5])["input_ids"],
-        "attention_mask": torch.ones(2, 5, dtype=torch.long),
-    }
+    batch = tiny_batch([5, 5])
+    prompt = {key: batch[key] for key in ("input_ids", "attention_mask")}
     settings = {"max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(**batch, **settings)
-    use_linear_logits(model)
-    with plain_logits(model):
-        assert torch.equal(model.generate(**batch, **settings), expected)
-    with pytest.warns(RuntimeWarning, match="logits tensor"):
-        assert torch.equal(model.generate(**batch, **settings), expected)
-
-
-def test_calling_it_twice_is_the_same_as_once():
-    model = tiny_model()
-    batch = tiny_batch([4])
+    tokens = model.generate(**prompt, **settings)
+    loss = model(**batch, labels=batch["input_ids"]).loss
     expected = model(**batch).logits
-    assert use_linear_logits(model) and use_linear_logits(model)
+    assert use_linear_logits(model) and use_linear_logits(model)  # twice is once
     assert torch.equal(model(**batch).logits.materialize(), expected)
-    with plain_logits(model):
-        assert torch.equal(model(**batch).logits, expected)
+    with pytest.warns(RuntimeWarning, match="logits tensor"):
+        assert torch.equal(model.generate(**prompt, **settings), tokens)
+    with pytest.warns(RuntimeWarning, match="logits tensor"):
+        assert torch.equal(model(**batch, labels=batch["input_ids"]).loss, loss)
 
 
 def test_a_copy_of_the_model_uses_its_own_head():
@@ -165,30 +140,27 @@ def test_the_value_model_has_no_head_to_replace():
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("first", [use_linear_logits, None], ids=["before peft", "after peft"])
-def test_through_peft_with_the_head_frozen_or_trained(tied, first):
-    for additional in (None, "lm_head"):
+@pytest.mark.parametrize("before_peft", [True, False])
+@pytest.mark.parametrize("additional", [None, "lm_head"])
+def test_through_peft_with_the_head_frozen_or_trained(tied, before_peft, additional):
+    args = ModelArguments(lora_target="all", additional_target=additional)
+
+    def wrapped(*, linear_first):
+        torch.manual_seed(0)
         model = tiny_model(tied=tied)
-        if first:
-            first(model)
-        wrapped = add_lora(
-            model,
-            ModelArguments(lora_target="all", additional_target=additional),
-            is_trainable=True,
-        )
-        batch = tiny_batch([6, 2])
-        with plain_logits(wrapped):
-            expected = wrapped(**batch).logits
-            expected_gradients = gradients(wrapped, batch)
-        assert use_linear_logits(wrapped)
-        output = wrapped(**batch).logits
-        assert isinstance(output, LinearLogits)
-        assert torch.equal(output.materialize(), expected)
-        assert output.weight.requires_grad == (additional is not None)
-        found = gradients(wrapped, batch)
-        assert found.keys() == expected_gradients.keys()
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-6, atol=1e-6)
+        assert not linear_first or use_linear_logits(model)
+        return add_lora(model, args, is_trainable=True)
+
+    plain, model = wrapped(linear_first=False), wrapped(linear_first=before_peft)
+    assert use_linear_logits(model)
+    batch = tiny_batch([6, 2])
+    output = model(**batch).logits
+    assert torch.equal(output.materialize(), plain(**batch).logits)
+    assert output.weight.requires_grad == (additional is not None)
+    found, expected = gradients(model, batch), gradients(plain, batch)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_an_adapter_on_the_head_keeps_plain_logits():
@@ -212,15 +184,6 @@ def test_an_adapter_put_on_a_replaced_head_still_gives_right_logits():
     layer = wrapped.base_model.model.lm_head
     del layer.base_layer.forward
     assert torch.equal(found, wrapped(**batch).logits)
-
-
-def test_labels_give_the_loss_of_the_plain_model():
-    model = tiny_model()
-    batch = tiny_batch([6, 6])
-    expected = model(**batch, labels=batch["input_ids"]).loss
-    use_linear_logits(model)
-    with pytest.warns(RuntimeWarning, match="logits tensor"):
-        assert torch.equal(model(**batch, labels=batch["input_ids"]).loss, expected)
 
 
 def test_arithmetic_follows_the_tensor():
@@ -254,18 +217,12 @@ def test_arithmetic_follows_the_tensor():
         torch.testing.assert_close(found.materialize(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_soft_cap_leaves_a_scale_of_exactly_one():
+def test_soft_caps_and_dtypes_are_exact():
     for cap in range(1, 200):
         assert (torch.tanh(head_output() / float(cap)) * float(cap)).scale == 1.0
-
-
-def test_float_in_half_precision_builds_float32():
-    logits = head_output(
-        hidden=torch.ones(1, 2, 4, dtype=torch.bfloat16),
-        weight=torch.ones(6, 4, dtype=torch.bfloat16),
-    )
-    assert logits.materialize().dtype == torch.bfloat16
-    assert logits.float().materialize().dtype == torch.float32
+    half = head_output(hidden=torch.ones(1, 2, 4).bfloat16(), weight=torch.ones(6, 4).bfloat16())
+    assert half.materialize().dtype == torch.bfloat16
+    assert half.float().materialize().dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -346,22 +303,14 @@ def test_pytree_sees_the_tensors_and_keeps_the_rest():
     )
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_through_fsdp2_gradients_reach_hidden_states_and_head(one_rank, tied):
+def test_through_fsdp2_gradients_reach_hidden_states_and_head(lone_process_group, tied):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))  # the default would be a GPU, where there is one
-
     batch = tiny_batch([6, 3])
     expected = gradients(tiny_model(tied=tied), batch)
     model = tiny_model(tied=tied)
