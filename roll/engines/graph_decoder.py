@@ -1,10 +1,12 @@
-"""One token at a time through a model on a GPU, as a CUDA graph: recorded once, launched as a whole for every token.
+"""The growing cache of a batch, and steps over it on a GPU as a CUDA graph.
 
-A step of a model of some hundred million parameters is a thousand kernels of microseconds, and launching them one by
-one takes many times as long as running them. What changes from step to step lies on the device: the newest tokens,
-their positions, and the column of the cache that they go to; attention reads as many columns as there are
-(`roll.ops.decode_attention`). A graph is good for one batch and its buffers; when rows leave or the room is used up,
-another is recorded.
+A step of a model of some hundred million parameters is a thousand kernels of microseconds, and
+launching them one by one takes many times as long as running them. So a step is recorded once and
+launched as a whole for every token. What changes from step to step lies on the device: the newest
+tokens, their positions, and the column of the cache that they go to; attention reads as many columns
+as there are (`roll.ops.decode_attention`). A graph is good for one batch and its buffers; when rows
+leave or the room is used up, another is recorded. The caches of transformers copy all they hold for
+every token, or have one size for ever.
 """
 
 from __future__ import annotations
@@ -16,43 +18,115 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    DynamicCache,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, Qwen3ForCausalLM
 from transformers.cache_utils import DynamicLayer
 
-from roll.engines.kv_cache import RoomyLayer
-from roll.engines.small_decoder import MODEL_CLASSES as SMALL_MODEL_CLASSES
-from roll.engines.small_decoder import STATIC_ROPE_TYPES
+from roll.engines import small_decoder
 from roll.models.lora import base_model
 from roll.ops.decode_attention import decode_attention, has_decode_kernel
 
+GROWTH = 256  # columns added at least when the room is used up
 MIN_STEPS = 16  # for fewer, recording takes longer than it saves
-MODEL_CLASSES = (*SMALL_MODEL_CLASSES, Qwen3ForCausalLM)  # dense, full attention
+MODEL_CLASSES = (*small_decoder.MODEL_CLASSES, Qwen3ForCausalLM)  # dense, full attention
 ATTENTION = "roll_decode"
 
 
+class RoomyLayer(DynamicLayer):
+    """Keys and values of one full-attention layer, in buffers with room for what comes.
+
+    `keys` and `values`, (rows, heads, tokens, head size), are views of buffers in the layout (rows,
+    tokens, heads, head size), in which projections produce them and attention reads them.
+    """
+
+    buffers: tuple[Tensor, Tensor]
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.num_tokens = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the buffers hold, room included."""
+        return self.buffers[0].shape[1]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        rows, heads, num_tokens, size = key_states.shape
+        shape = (rows, num_tokens + self.room, heads)
+        value_size = value_states.shape[3]
+        self.buffers = (
+            key_states.new_empty(*shape, size),
+            value_states.new_empty(*shape, value_size),
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, stop = self.num_tokens, self.num_tokens + key_states.shape[2]
+        self.grow(stop)
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, start:stop] = new.transpose(1, 2)
+        self.num_tokens = stop
+        return self._show()
+
+    def grow(self, num_tokens: int) -> None:
+        """Make the buffers hold so many tokens, and some more, if they do not."""
+        if num_tokens > self.capacity:
+            self._move(None, num_tokens - self.num_tokens + max(GROWTH, self.num_tokens // 2))
+
+    def get_seq_length(self) -> int:
+        return self.num_tokens
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._move(indices, self.capacity - self.num_tokens)
+        self._show()
+
+    def _move(self, rows: Tensor | None, room: int) -> None:
+        """Into new buffers, with these rows (all: None), in this order, and this much room."""
+        moved = []
+        for buffer in self.buffers:
+            used = buffer[:, : self.num_tokens]
+            used = used if rows is None else used.index_select(0, rows)
+            new = buffer.new_empty(len(used), self.num_tokens + room, *buffer.shape[2:])
+            new[:, : self.num_tokens] = used
+            moved.append(new)
+        self.buffers = (moved[0], moved[1])
+
+    def _show(self) -> tuple[Tensor, Tensor]:
+        keys, values = (buffer[:, : self.num_tokens].transpose(1, 2) for buffer in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def make_cache(config: PreTrainedConfig, room: int) -> DynamicCache:
+    """An empty cache with `room` tokens beyond the first forward, where a layer sees all of them.
+
+    Other kinds of layers (sliding windows, linear attention) keep what `transformers` has.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        RoomyLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache
+
+
 def can_record(model: nn.Module, cache: DynamicCache) -> bool:
-    """Whether a step of this model is the same kernels every time, and nobody wants to see it from the host."""
+    """Whether a step of this model is the same kernels every time, and nobody looks into it."""
     inner = base_model(model)
-    config = inner.config
-    return (
+    is_known = (
         type(inner) in MODEL_CLASSES
-        and config.rope_parameters["rope_type"] in STATIC_ROPE_TYPES
+        and inner.config.rope_parameters["rope_type"] in small_decoder.STATIC_ROPE_TYPES
         and all(type(layer) is RoomyLayer for layer in cache.layers)
-        and all(
-            type(parameter) is nn.Parameter and parameter.is_cuda
-            for parameter in model.parameters()
-        )
+        and all(type(p) is nn.Parameter and p.is_cuda for p in model.parameters())
         and has_decode_kernel()
-        and not any(
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._compiled_call_impl is not None
-            for module in model.modules()
-        )
+    )
+    return is_known and not any(
+        module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
+        for module in model.modules()
     )
 
 
@@ -62,7 +136,7 @@ class GraphDecoder:
     Args:
         model: one that `can_record`.
         cache: keys and values of the tokens so far, with room for more.
-        logits: the model's next logits (R, V) for token ids (R, 1) and further inputs, with this model and cache.
+        logits: the model's next logits (R, V) for token ids (R, 1) and further inputs.
     """
 
     def __init__(
@@ -78,16 +152,18 @@ class GraphDecoder:
         return self.cache.get_seq_length()
 
     def step(self, token_R: Tensor, position: Tensor | int, mask_RC: Tensor | None) -> Tensor:
-        """Logits (R, V) after `token_R`, which stands at `position`, (R,) or the same number for all rows; they are
-        overwritten by the next step. Columns before the first token of a row are known from its position."""
+        """Logits (R, V) after `token_R`, which stands at `position`, (R,) or one for all rows.
+
+        They are overwritten by the next step. Columns before the first token of a row are known from
+        its position, so the mask is not read.
+        """
         layers: list[Any] = self.cache.layers
         if self.num_tokens == layers[0].capacity:
             self._forget_step()
             for layer in layers:
                 layer.grow(self.num_tokens + 1)
-        with torch.cuda.device_of(
-            token_R
-        ):  # a graph is recorded and launched on the current device
+        # A graph is recorded and launched on the current device.
+        with torch.cuda.device_of(token_R):
             if self._step is None:
                 position_R = torch.as_tensor(position, device=token_R.device).expand(len(token_R))
                 self._step = _RecordedStep(self, token_R, position_R)
@@ -102,9 +178,8 @@ class GraphDecoder:
         self.cache.batch_select_indices(rows)
 
     def _forget_step(self) -> None:
-        torch.cuda.current_stream(
-            next(self.model.parameters()).device
-        ).synchronize()  # it may still be running
+        # It may still be running.
+        torch.cuda.current_stream(next(self.model.parameters()).device).synchronize()
         self._step = None
 
 
@@ -118,37 +193,36 @@ class _RecordedStep:
     """The graph of one step, and what it reads and writes besides the cache."""
 
     def __init__(self, decoder: GraphDecoder, token_R: Tensor, position_R: Tensor) -> None:
-        self.column = torch.tensor([decoder.num_tokens], device=token_R.device)
+        device = token_R.device
+        self.column = torch.tensor([decoder.num_tokens], device=device)
         self.token_R1 = token_R[:, None].clone()
         self.position_R1 = position_R[:, None].clone()
         self.first_R = self.column - position_R  # what is before it in a row is padding
-        unused_mask = torch.ones(
-            1, 1, 1, 1, dtype=torch.bool, device=token_R.device
-        )  # four dimensions: taken as it is
+        # Four dimensions: taken as it is, and not used.
+        unused_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self.graph = torch.cuda.CUDAGraph()
 
         def step() -> Tensor:
-            stop = self.column + 1
             logits_RV = decoder.logits(
                 self.token_R1,
                 position_ids=self.position_R1,
                 attention_mask=unused_mask,
-                decode=(self.first_R, stop),
+                decode=(self.first_R, self.column + 1),
             )
             self.column += 1
             self.position_R1 += 1
             return logits_RV
 
         with _decoding(decoder.model, decoder.cache, self.column):
-            # Once outside of the recording, for what is compiled or loaded at a first call. The first launch writes the
-            # same column again.
-            stream = _recording_stream(token_R.device)
-            stream.wait_stream(torch.cuda.current_stream(token_R.device))
+            # Once outside of the recording, for what is compiled or loaded at a first call. The
+            # first launch writes the same column again.
+            stream = _recording_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 step()
                 self.column -= 1
                 self.position_R1 -= 1
-            torch.cuda.current_stream(token_R.device).wait_stream(stream)
+            torch.cuda.current_stream(device).wait_stream(stream)
             # Other threads may go on using the GPU.
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.logits_RV = step()
@@ -173,7 +247,7 @@ def _decoding(model: nn.Module, cache: DynamicCache, column: Tensor) -> Iterator
 
 
 class _ColumnLayer(DynamicLayer):
-    """The buffers of a layer, into which a token is written at a column that only the device knows."""
+    """The buffers of a layer, into which a token is written at a column that the device knows."""
 
     def __init__(self, layer: Any, column: Tensor) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """From logits to tokens: pure functions on rows of logits, (R, V), in float32 or better.
 
-A token is drawn from the final distribution by one uniform number per row, which is a hash of the row's own key and of
-the token's position in the response. So a sample does not depend on its neighbours, on the batch it sits in or on how
-often it was interrupted, and no generator has a state to keep.
+A token is drawn from the final distribution by one uniform number per row, which is a hash of the
+row's own key and of the token's position in the response. So a sample does not depend on its
+neighbours, on the batch it sits in or on how often it was interrupted, and no generator has a state
+to keep, which torch's generators do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from roll.engines.request import SamplingParams
 
-# Of a large vocabulary, this many most likely tokens are sorted first to find where top-p ends; rarely more are needed.
+# Of a large vocabulary, so many most likely tokens are sorted first to find where top-p ends.
 TOP_P_CANDIDATES = 1024
 
 
@@ -26,24 +27,21 @@ def stream_key(seed: int, key: int | str) -> int:
 
 
 def uniforms(keys_R: Tensor, positions_RT: Tensor) -> Tensor:
-    """A number in [0, 1) for each (stream key, position), float64 with 53 random bits: SplitMix64 as tensor operations.
+    """A float64 in [0, 1) for each (stream key, position): SplitMix64 as tensor operations.
 
-    Example: `uniforms(torch.tensor([7]), torch.arange(3)[None])` are the first three numbers of stream 7.
+    Example: `uniforms(torch.tensor([7]), torch.arange(3)[None])` begins stream 7.
     """
-    x = keys_R[:, None] + (positions_RT + 1) * _signed(
-        0x9E3779B97F4A7C15
-    )  # int64 products wrap around, as intended
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    # The constants of SplitMix64 as int64 of the same bits; products wrap around, as intended.
+    x = keys_R[:, None] + (positions_RT + 1) * (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ _shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
     x = x ^ _shift_right(x, 31)
     return _shift_right(x, 11).double() * 2.0**-53
 
 
-def penalize_repetition(logits_RV: Tensor, seen_RV: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were seen less likely: positive logits are divided by `penalty`, negative ones multiplied."""
-    return torch.where(
-        seen_RV, torch.where(logits_RV > 0, logits_RV / penalty, logits_RV * penalty), logits_RV
-    )
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """A shift that fills with zeros, where int64's own fills with the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
 def truncate(
@@ -51,35 +49,54 @@ def truncate(
 ) -> Tensor:
     """-inf on the tokens that may not be drawn: top-k, then top-p of what is left, then min-p.
 
-    top-p keeps a token when the tokens above it have less than `top_p` of the mass, so at least one stays. Tokens that
-    tie with the last one kept stay too, in top-k and in top-p: the set never depends on the order of the vocabulary.
+    top-p keeps a token when the tokens above it have less than `top_p` of the mass, so at least one
+    stays. Tokens that tie with the last one kept stay too, in top-k and in top-p: the set never
+    depends on the order of the vocabulary.
     """
     num_tokens = logits_RV.shape[-1]
-    limits_R1: list[Tensor] = []
+    limit_R1: Tensor | None = None
     top_RK: Tensor | None = None
     if 0 < top_k < num_tokens:
         top_RK = logits_RV.topk(top_k, dim=-1).values
-        limits_R1.append(top_RK[:, -1:])
+        limit_R1 = top_RK[:, -1:]
     if top_p < 1:
-        limits_R1.append(_top_p_limit(logits_RV, top_RK, top_p))
+        other_R1 = _top_p_limit(logits_RV, top_RK, top_p)
+        limit_R1 = other_R1 if limit_R1 is None else torch.maximum(limit_R1, other_R1)
     if min_p > 0:
-        limits_R1.append(logits_RV.amax(-1, keepdim=True) + math.log(min_p))
-    if not limits_R1:
+        other_R1 = logits_RV.amax(-1, keepdim=True) + math.log(min_p)
+        limit_R1 = other_R1 if limit_R1 is None else torch.maximum(limit_R1, other_R1)
+    if limit_R1 is None:
         return logits_RV
-    limit_R1 = limits_R1[0]
-    for other_R1 in limits_R1[1:]:
-        limit_R1 = torch.maximum(limit_R1, other_R1)
     return logits_RV.masked_fill(logits_RV < limit_R1, -math.inf)
 
 
-def transform(logits_RV: Tensor, params: SamplingParams, seen_RV: Tensor | None = None) -> Tensor:
-    """Logits of the distribution that `params` ask to sample from; `seen_RV` marks the tokens of prompt and response.
+def _top_p_limit(logits_RV: Tensor, top_RK: Tensor | None, top_p: float) -> Tensor:
+    """The smallest logit that top-p keeps, (R, 1), among the descending `top_RK` or all tokens."""
+    probs_RK: Tensor | None = None
+    if top_RK is None and logits_RV.shape[-1] > 4 * TOP_P_CANDIDATES:
+        top_RK = logits_RV.topk(TOP_P_CANDIDATES, dim=-1).values
+        probs_RK = (top_RK - logits_RV.logsumexp(-1, keepdim=True)).exp()
+        if not bool((probs_RK.sum(-1) >= top_p).all()):
+            top_RK = probs_RK = None
+    if top_RK is None:
+        top_RK = logits_RV.sort(dim=-1, descending=True).values
+    if probs_RK is None:
+        probs_RK = top_RK.softmax(-1)
+    above_RK = probs_RK.cumsum(-1) - probs_RK
+    last_R1 = (above_RK < top_p).sum(-1, keepdim=True).clamp_(min=1) - 1
+    return top_RK.gather(-1, last_R1)
 
-    The temperature of greedy sampling is 1: its tokens are the most likely ones at any temperature.
+
+def transform(logits_RV: Tensor, params: SamplingParams, seen_RV: Tensor | None = None) -> Tensor:
+    """Logits of the distribution to sample from; `seen_RV` marks the tokens of prompt and response.
+
+    The temperature of greedy sampling is 1: its tokens are the likeliest at any temperature.
     """
-    if params.repetition_penalty != 1:
+    penalty = params.repetition_penalty
+    if penalty != 1:
         assert seen_RV is not None
-        logits_RV = penalize_repetition(logits_RV, seen_RV, params.repetition_penalty)
+        penalized_RV = torch.where(logits_RV > 0, logits_RV / penalty, logits_RV * penalty)
+        logits_RV = torch.where(seen_RV, penalized_RV, logits_RV)
     if params.is_greedy:
         return logits_RV
     if params.temperature != 1:
@@ -88,49 +105,21 @@ def transform(logits_RV: Tensor, params: SamplingParams, seen_RV: Tensor | None 
 
 
 def draw(logits_RV: Tensor, uniforms_R: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One token of softmax(logits) per row, or the likeliest without uniforms: (tokens, log-probabilities), each (R,).
+    """One token of softmax(logits) per row, or the likeliest without uniforms: (tokens, log-probs),
+    each (R,).
 
-    It is the first token whose cumulative probability exceeds the row's uniform number. Tokens at -inf are never drawn.
+    It is the first token whose cumulative probability exceeds the row's uniform number. Tokens at
+    -inf are never drawn.
     """
     log_probs_RV = torch.log_softmax(logits_RV, dim=-1)
     if uniforms_R is None:
         token_R1 = logits_RV.argmax(-1, keepdim=True)
     else:
-        # In float64, so that sums over a large vocabulary do not swallow the small probabilities.
+        # In float64, so that sums over a large vocabulary do not swallow small probabilities.
         cdf_RV = log_probs_RV.exp().cumsum(-1, dtype=torch.float64)
-        total_R1 = cdf_RV[:, -1:]
-        # Below the total even after rounding, so that the search ends at a token with a probability above 0.
-        mass_R1 = uniforms_R[:, None] * total_R1 * (1 - 2.0**-52)
+        # Below the total even after rounding, so that the search ends at a token that can be.
+        mass_R1 = uniforms_R[:, None] * cdf_RV[:, -1:] * (1 - 2.0**-52)
         token_R1 = torch.searchsorted(cdf_RV, mass_R1, right=True)
-    # Logits that are not numbers have no cumulative sum, and the search ends behind the vocabulary.
+    # Logits that are not numbers have no sum, and the search ends behind the vocabulary.
     token_R1 = token_R1.clamp_(max=logits_RV.shape[-1] - 1)
     return token_R1[:, 0], log_probs_RV.gather(-1, token_R1)[:, 0]
-
-
-def _top_p_limit(logits_RV: Tensor, top_RK: Tensor | None, top_p: float) -> Tensor:
-    """The smallest logit that top-p keeps, (R, 1), among the descending `top_RK` if given, else among all tokens."""
-    if top_RK is None:
-        num_tokens = logits_RV.shape[-1]
-        if num_tokens > 4 * TOP_P_CANDIDATES:
-            sorted_RK = logits_RV.topk(TOP_P_CANDIDATES, dim=-1).values
-            probs_RK = (sorted_RK - logits_RV.logsumexp(-1, keepdim=True)).exp()
-            if bool((probs_RK.sum(-1) >= top_p).all()):
-                return _limit_of_mass(sorted_RK, probs_RK, top_p)
-        top_RK = logits_RV.sort(dim=-1, descending=True).values
-    return _limit_of_mass(top_RK, top_RK.softmax(-1), top_p)
-
-
-def _limit_of_mass(sorted_RK: Tensor, probs_RK: Tensor, top_p: float) -> Tensor:
-    above_RK = probs_RK.cumsum(-1) - probs_RK
-    last_R1 = (above_RK < top_p).sum(-1, keepdim=True).clamp_(min=1) - 1
-    return sorted_RK.gather(-1, last_R1)
-
-
-def _signed(constant: int) -> int:
-    """An unsigned 64-bit constant as the int64 of the same bits."""
-    return constant - 2**64 if constant >= 2**63 else constant
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """A shift that fills with zeros, where int64's own fills with the sign."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)

@@ -162,8 +162,10 @@ def _attention(
     if node_BS is None or cell_N is None:
         return sdpa_attention_forward(module, *states, attention_mask, **options)
     # (1, heads, N, D) -> (B, heads, S, D)
-    spread = [_spread(x_1HND[0].transpose(0, 1), node_BS).transpose(1, 2) for x_1HND in states]
-    seen_BSHD, _ = sdpa_attention_forward(module, *spread, None, **options)
+    query, key, value = (
+        _spread(x_1HND[0].transpose(0, 1), node_BS).transpose(1, 2) for x_1HND in states
+    )
+    seen_BSHD, _ = sdpa_attention_forward(module, query, key, value, None, **options)
     return _spread(seen_BSHD.flatten(0, 1), cell_N)[None], None
 
 

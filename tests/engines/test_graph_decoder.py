@@ -5,10 +5,9 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from roll.engines import graph_decoder, hf_engine, kv_cache
-from roll.engines.graph_decoder import GraphDecoder, _decoding, can_record
+from roll.engines import graph_decoder, hf_engine
+from roll.engines.graph_decoder import GraphDecoder, RoomyLayer, _decoding, can_record, make_cache
 from roll.engines.hf_engine import HFEngine
-from roll.engines.kv_cache import RoomyLayer, make_cache
 from roll.engines.request import GenerationRequest, SamplingParams
 
 
@@ -81,8 +80,8 @@ def test_rows_leave_and_the_cache_grows(monkeypatch):
     monkeypatch.setattr(graph_decoder, "_RecordedStep", UnrecordedStep)
     monkeypatch.setattr(GraphDecoder, "_forget_step", lambda self: setattr(self, "_step", None))
     monkeypatch.setattr(hf_engine, "can_decode", lambda model: False)
-    monkeypatch.setattr(kv_cache, "GROWTH", 2)  # short of room all the time
-    make = kv_cache.make_cache
+    monkeypatch.setattr(graph_decoder, "GROWTH", 2)  # short of room all the time
+    make = graph_decoder.make_cache
     monkeypatch.setattr(hf_engine, "make_cache", lambda config, room: make(config, 3))
     sampling = SamplingParams(max_new_tokens=40)
     requests = [

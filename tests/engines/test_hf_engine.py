@@ -12,8 +12,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from roll.distributed.strategy import hf_strategy
 from roll.engines import hf_engine
+from roll.engines.graph_decoder import RoomyLayer, make_cache
 from roll.engines.hf_engine import HFEngine
-from roll.engines.kv_cache import RoomyLayer, make_cache
 from roll.engines.request import GenerationRequest, SamplingParams
 from roll.engines.sampling import transform
 from roll.models.linear_head import use_linear_logits

@@ -17,7 +17,6 @@ import roll.engines.sampling as sampling
 from roll.engines.request import SamplingParams
 from roll.engines.sampling import (
     draw,
-    penalize_repetition,
     stream_key,
     transform,
     truncate,
@@ -102,7 +101,8 @@ def test_top_p_of_a_large_vocabulary_needs_no_full_sort_and_falls_back_to_one(mo
 def test_a_penalty_pushes_both_signs_down():
     logits = torch.tensor([[2.0, -2.0, 1.0]])
     seen = torch.tensor([[True, True, False]])
-    assert penalize_repetition(logits, seen, 2.0).tolist() == [[1.0, -4.0, 1.0]]
+    params = SamplingParams(repetition_penalty=2.0)
+    assert transform(logits, params, seen).tolist() == [[1.0, -4.0, 1.0]]
 
 
 def test_greedy_ignores_temperature_and_truncation():

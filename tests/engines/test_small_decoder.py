@@ -9,8 +9,8 @@ from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 from roll.engines import hf_engine
+from roll.engines.graph_decoder import make_cache
 from roll.engines.hf_engine import HFEngine
-from roll.engines.kv_cache import make_cache
 from roll.engines.request import GenerationRequest, SamplingParams
 from roll.engines.small_decoder import SmallDecoder, can_decode
 from roll.models.linear_head import use_linear_logits
