@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from roll.configs.base import ConfigModel
 from roll.configs.roll_keys import WITHOUT_EFFECT, NotBuilt, keys_without_effect
-from roll.configs.strategy_options import OPTIONS
+from roll.configs.strategy_info import STRATEGIES
 from roll.configs.worker_config import StrategyArguments
 from roll.pipeline.agentic.agentic_config import AgenticConfig, EnvTemplate
 from roll.pipeline.registry import CONFIG_CLASSES
@@ -107,8 +107,9 @@ def _collect(annotation: Any, found: dict[str, type[ConfigModel]]) -> None:
             found[name] = annotation
             for field in _working(annotation).values():
                 _collect(field.annotation, found)
-            for options in OPTIONS.values() if annotation is StrategyArguments else ():
-                _collect(options, found)
+            for info in STRATEGIES.values() if annotation is StrategyArguments else ():
+                if not keys_without_effect(info.options).get("linear_logits"):  # vllm has none
+                    _collect(info.options, found)
     for inner in get_args(annotation):
         _collect(inner, found)
 

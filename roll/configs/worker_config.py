@@ -33,12 +33,19 @@ from roll.configs.base import (
     wrong,
 )
 from roll.configs.roll_keys import UNSUPPORTED_STRATEGIES, keys_without_effect
-from roll.configs.strategy_options import Fsdp2Options, option_problems, options_of
+from roll.configs.strategy_info import (
+    STRATEGIES,
+    Fsdp2Options,
+    StrategyNames,
+    option_problems,
+    options_of,
+    strategy_info,
+)
+from roll.exceptions import ConfigError
 
-TRAIN_STRATEGIES = ("hf_train", "fsdp2_train", "deepspeed_train")
-INFER_STRATEGIES = ("hf_infer", "fsdp2_infer", "deepspeed_infer")
-GENERATE_STRATEGIES = ("hf_infer", "vllm")
-STRATEGIES = (*TRAIN_STRATEGIES, *INFER_STRATEGIES, "vllm")
+TRAIN_STRATEGIES = StrategyNames("trains")
+INFER_STRATEGIES = StrategyNames("infers")
+GENERATE_STRATEGIES = StrategyNames("generates")
 RouterReplayConfig = Unread
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -57,7 +64,7 @@ class StrategyArguments(ConfigModel):
     """Which library runs a role's model, and its own options."""
 
     strategy_name: str = "fsdp2_train"
-    """To train hf_train, fsdp2_train, deepspeed_train; else hf_, fsdp2_, deepspeed_infer or vllm."""
+    """hf_train, fsdp2_train, deepspeed_train, hf_infer ..., vllm, or the dotted path of a class."""
 
     strategy_config: dict[str, Any] = Field(default_factory=dict)
     """Options of the strategy, see below; vLLM's engine arguments; a whole DeepSpeed config."""
@@ -69,9 +76,13 @@ class StrategyArguments(ConfigModel):
             nearest = UNSUPPORTED_STRATEGIES[name]
             why = f'the strategy "{name}" is not supported; the nearest one is "{nearest}"'
             raise ConfigProblems([Problem("", why)])
-        if name not in STRATEGIES:
+        if name not in STRATEGIES and "." not in name:
             guess = did_you_mean(name, STRATEGIES)
             raise ConfigProblems([wrong("", name, "one of " + ", ".join(STRATEGIES), guess)])
+        try:
+            strategy_info(name)
+        except ConfigError as error:
+            raise ConfigProblems([Problem("", str(error))]) from None
         return name
 
     @model_validator(mode="after")
@@ -251,10 +262,12 @@ class WorkerConfig(ConfigModel):
         if devices is None:
             self.settle(num_gpus_per_worker=0, world_size=self.world_size or 1)
         else:
-            if self.strategy_name == "vllm":
-                gpus = math.prod(self._parallel_sizes())
-            elif self.holds_model and self.strategy_name != "hf_infer":
-                gpus = 1
+            if self.strategy_name is not None:
+                info = strategy_info(self.strategy_name)
+                if info.parallel_sizes:
+                    gpus = math.prod(self._parallel_sizes())
+                elif not info.generates:
+                    gpus = 1
             self.settle(num_gpus_per_worker=gpus, world_size=len(devices) // gpus)
             if len(devices) % gpus:
                 low, high = nearest_multiples(len(devices), gpus)
@@ -263,7 +276,9 @@ class WorkerConfig(ConfigModel):
                 problems.append(wrong("device_mapping", devices, expected, fix))
         if problems:
             raise ConfigProblems(problems)
-        options = options_of(self.strategy_name or "", self.strategy_config)
+        options = (
+            options_of(self.strategy_name, self.strategy_config) if self.strategy_name else None
+        )
         if isinstance(options, Fsdp2Options) and 1 < (options.fsdp_size or 1) < self.world_size:
             key = "strategy_args.strategy_config.fsdp_size"
             why = "the number of ranks: not built yet: sharding over a part of them"
@@ -275,9 +290,9 @@ class WorkerConfig(ConfigModel):
         return self
 
     def _parallel_sizes(self) -> list[int]:
-        """GPUs of one vLLM engine: tensor and pipeline parallel size."""
+        """Factors of the number of GPUs that one engine has: tensor and pipeline parallel size."""
         sizes = []
-        for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for option in strategy_info(str(self.strategy_name)).parallel_sizes:
             size = self.strategy_config.get(option)
             sizes.append(1 if size is None else size)
             if type(sizes[-1]) is not int or sizes[-1] < 1:
@@ -287,14 +302,17 @@ class WorkerConfig(ConfigModel):
 
     def start_problems(self) -> list[Problem]:
         """What the role's strategy refuses before it loads a model, although the config is valid."""
-        problems = []
+        problems: list[Problem] = []
+        if not self.holds_model:
+            return problems
         if self.strategy_name == "vllm" and max(self._parallel_sizes()) > 1:
             why = (
                 "a vLLM engine of this strategy runs on one device; set tensor_parallel_size and "
                 "pipeline_parallel_size to 1 and use more workers (world_size or device_mapping)"
             )
             problems.append(Problem("strategy_args.strategy_config", why))
-        if self.model_args.dtype == "fp16" and self.strategy_name in ("hf_train", "fsdp2_train"):
+        info = strategy_info(str(self.strategy_name))
+        if self.model_args.dtype == "fp16" and info.trains and not info.scales_loss:
             why = (
                 f"found fp16, expected bf16 or fp32 to train with {self.strategy_name}, which does "
                 "not scale the loss: small gradients would vanish. deepspeed_train scales it"

@@ -24,7 +24,7 @@ from tiny_models import make_model_folder
 from roll.configs.arguments import GeneratingArguments
 from roll.configs.base import ConfigModel
 from roll.configs.roll_keys import keys_without_effect
-from roll.configs.strategy_options import OPTIONS
+from roll.configs.strategy_info import STRATEGIES
 from roll.engines.request import SamplingParams
 from roll.pipeline.agentic.agentic_config import AgenticConfig, EnvTemplate
 from roll.pipeline.dpo.dpo_config import DPOConfig
@@ -68,7 +68,11 @@ def all_fields() -> set[str]:
         for inner in get_args(kind):
             collect(inner)
 
-    for cls in (*CONFIG_CLASSES.values(), *OPTIONS.values(), EnvTemplate):
+    for cls in (
+        *CONFIG_CLASSES.values(),
+        *(info.options for info in STRATEGIES.values()),
+        EnvTemplate,
+    ):
         collect(cls)
     return found
 

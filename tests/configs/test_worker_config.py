@@ -2,9 +2,8 @@
 
 import pytest
 
-from roll.configs.strategy_options import OPTIONS, Fsdp2TrainOptions, options_of
+from roll.configs.strategy_info import STRATEGIES, Fsdp2TrainOptions, options_of
 from roll.configs.worker_config import (
-    STRATEGIES,
     StrategyArguments,
     WorkerConfig,
     is_actor_infer_overlapping_with_any_cluster,
@@ -178,13 +177,9 @@ def strategy(name, **options):
     return StrategyArguments(strategy_name=name, strategy_config=options)
 
 
-def test_every_strategy_but_vllm_has_options_of_ours():
-    assert OPTIONS.keys() == set(STRATEGIES) - {"vllm"}
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_a_key_that_a_strategy_does_not_have_is_refused(name):
-    cls = OPTIONS[name].__name__
+    cls = STRATEGIES[name].options.__name__
     with pytest.raises(
         ConfigError, match=rf"strategy_config.no_such_thing: unknown key; {cls} has no key like it"
     ):

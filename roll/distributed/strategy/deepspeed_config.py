@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.configs.strategy_options import DeepSpeedTrainOptions
+from roll.configs.strategy_info import DeepSpeedTrainOptions
 from roll.exceptions import ConfigError
 
 AUTO = "auto"

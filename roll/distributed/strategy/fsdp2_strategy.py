@@ -1,6 +1,6 @@
 """`fsdp2_train` and `fsdp2_infer`: weights, gradients and optimizer state sharded with `fully_shard`.
 
-`roll.configs.strategy_options` has the keys of `strategy_config`. Training keeps float32 master
+`roll.configs.strategy_info` has the keys of `strategy_config`. Training keeps float32 master
 weights whatever `param_dtype` is. All ranks run equally many forward and backward passes: a rank
 with fewer micro-batches takes part with an empty one.
 """

@@ -32,8 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from roll.configs.base import did_you_mean
 from roll.configs.model_files import check_model_files, model_of_run
-from roll.configs.strategy_info import STRATEGIES
-from roll.configs.strategy_options import VLLM_IGNORED
+from roll.configs.strategy_info import STRATEGIES, VLLM_IGNORED
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.strategy.strategy import ForwardFunction, InferenceStrategy, ModelProvider
 from roll.distributed.weight_sync import checksum

@@ -22,7 +22,8 @@ from roll.configs.base import (
 )
 from roll.configs.batch_plan import division_problems
 from roll.configs.ppo_config import PPOConfig
-from roll.configs.worker_config import INFER_STRATEGIES, WorkerConfig
+from roll.configs.strategy_info import StrategyNames
+from roll.configs.worker_config import WorkerConfig
 
 FUNCTION_REWARD_WORKER = "roll.pipeline.rlvr.rewards.function_reward_worker.FunctionRewardWorker"
 DatasetFilterConfig = Unread
@@ -274,7 +275,9 @@ class RLVRConfig(PPOConfig):
     def allowed_strategies(self) -> dict[str, tuple[str, ...]]:
         roles = self.all_roles().items()
         judges = [name for name, role in roles if name.startswith("reward-") and role.holds_model]
-        return super().allowed_strategies() | dict.fromkeys(judges, (*INFER_STRATEGIES, "vllm"))
+        return super().allowed_strategies() | dict.fromkeys(
+            judges, StrategyNames("infers", "generates")
+        )
 
     def missing_for_training(self) -> list[Problem]:
         problems = super().missing_for_training()
