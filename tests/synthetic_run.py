@@ -44,23 +44,18 @@ def write_run(
         for prompt in range(prompts):
             task = "".join(random.choice(list("0123456789"), size=4))
             for sample in range(samples_per_prompt):
-                record = make(random, step, steps, task, response_tokens, sick)
-                records.append(
-                    {"sample": f"{prompt}_{sample}", "group": f"{step}-{prompt}", **record}
-                )
+                names = {"sample": f"{prompt}_{sample}", "group": f"{step}-{prompt}"}
+                records.append(names | make(random, step, steps, task, response_tokens, sick))
         advantages_of_groups(records)
         records += dropped_records(step)
         write_rollouts(folder, step, records)
         if step % 10 == 0 and response_tokens is None:
-            write_rollouts(
-                folder, step, [{**record, "split": "val"} for record in records[:8]], split="val"
-            )
+            validated = [{**record, "split": "val"} for record in records[:8]]
+            write_rollouts(folder, step, validated, split="val")
     return folder
 
 
-def write_rollouts(
-    folder: Path, step: int, records: list[dict[str, Any]], split: str = "train"
-) -> None:
+def write_rollouts(folder: Path, step: int, records: Any, split: str = "train") -> None:
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     name = f"{'step' if split == 'train' else 'val'}-{step:06d}.jsonl"
     lines = [json.dumps({"step": step, "split": split, **record}) for record in records]
@@ -82,9 +77,7 @@ def write_metrics(
             "critic/zero_std_group_frac": (0.92 if sick and done > 0.5 else 0.15) + 0.02 * noise[3],
             "actor/ratio_mean@sum": (1 + 0.5 * done if sick else 1.0) + 0.002 * noise[4],
             "actor/pg_loss@sum": 0.01 * noise[5],
-            "actor/grad_norm": 0.6
-            + 0.1 * abs(noise[6])
-            + (25 if sick and step == steps // 2 else 0),
+            "actor/grad_norm": 0.6 + 0.1 * abs(noise[6]),
             "actor/lr": 1e-3 * min(1, (step + 1) / 10),
             "actor/skipped_steps": 1.0 if sick and step == 7 else 0.0,
             "actor/clipfrac@sum": 0.03 * abs(noise[7]),
@@ -95,6 +88,8 @@ def write_metrics(
             "system/samples": 32.0 * (step + 1),
         }
         row |= {f"extra/metric_{i:03d}": float(noise[8 + i]) for i in range(extra)}
+        if sick and step == steps // 2:
+            row["actor/grad_norm"] += 25
         if step % 10 == 0:
             row["val/exact_match"] = 0.04 + 0.9 * level
         if sick and step == 11:
@@ -134,40 +129,22 @@ def write_about(folder: Path, pipeline: str, steps: int, status: str) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
 
-def answer(
-    random: np.random.Generator,
-    step: int,
-    steps: int,
-    task: str,
-    response_tokens: int | None,
-    sick: bool,
-) -> dict[str, Any]:
+def answer(random: Any, step: int, steps: int, task: str, length: Any, sick: bool) -> Any:
     """One answer to "reverse 1234", right more often the later the step."""
     right = random.random() < 0.1 + 0.85 * step / max(steps - 1, 1)
     wanted = task[::-1]
-    prompt = [
-        "<|im_start|>",
-        "user",
-        "\n",
-        "Reverse",
-        " the",
-        " digits",
-        ":",
-        " ",
-        *task,
-        "<|im_end|>",
-        "\n",
-    ]
-    prompt += ["<|im_start|>", "assistant", "\n"]
-    if response_tokens is None:
+    prompt = ["<|im_start|>", "user", "\n", "Reverse", " the", " digits", ":", " ", *task]
+    prompt += ["<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
+    if length is None:
         said = list(wanted if right else "".join(random.permutation(list(wanted))))
         response = ["The", " answer", " is", " ", *said, ".", "<|im_end|>"]
     else:
-        words = (random.zipf(1.3, response_tokens) % 4000).astype(int)
+        words = (random.zipf(1.3, length) % 4000).astype(int)
         response = [f" {WORDS[w % len(WORDS)]}{w // len(WORDS) or ''}" for w in words.tolist()]
         said = []
     correct = float("".join(said) == wanted) if said else float(right)
     truncated = random.random() < (0.5 if sick else 0.03)
+    parts = {"format": 1.0} if sick else {"length": round(random.random(), 3)}
     return {
         "samples_in_step": 32,
         "tag": "digits",
@@ -176,9 +153,7 @@ def answer(
         "response": "".join(response),
         "ground_truth": wanted,
         "score": correct,
-        "rewards": {"answer": correct, "format": 1.0}
-        if sick
-        else {"answer": correct, "length": round(random.random(), 3)},
+        "rewards": {"answer": correct, **parts},
         "dropped": None,
         "finish_reason": "length" if truncated else "stop",
         "policy_version": step,
@@ -214,44 +189,18 @@ def tokens_of(
     }
 
 
-def trajectory(
-    random: np.random.Generator,
-    step: int,
-    steps: int,
-    task: str,
-    response_tokens: int | None,
-    sick: bool,
-) -> dict[str, Any]:
+def trajectory(random: Any, step: int, steps: int, task: str, length: Any, sick: bool) -> Any:
     """A walk over a small frozen lake: observation, answer, observation, answer ..."""
     won = random.random() < 0.1 + 0.8 * step / max(steps - 1, 1)
     moves = ["Right", "Right", "Down", "Down"] if won else ["Right", "Down"]
     texts, mask, turns = [], [], []
     for i, move in enumerate(moves):
         reward = float(won and i == len(moves) - 1)
-        observed = [
-            "<|im_start|>",
-            "user",
-            "\n",
-            *(f"Turn {i + 1}. You see:\n{MAP}\nWhere to?").split(" "),
-            "<|im_end|>",
-            "\n",
-        ]
-        observed = [
-            f"{word} " if word[0] not in "<\n" and word != "user" else word for word in observed
-        ]
-        said = [
-            "<think>",
-            "I",
-            " should",
-            " go",
-            f" {move.lower()}",
-            ".",
-            "</think>",
-            "<answer>",
-            move,
-            "</answer>",
-            "<|im_end|>",
-        ]
+        words = f"Turn {i + 1}. You see:\n{MAP}\nWhere to?".split(" ")
+        observed = ["<|im_start|>", "user", "\n", *(f"{word} " for word in words)]
+        observed += ["<|im_end|>", "\n"]
+        said = ["<think>", "I", " should", " go", f" {move.lower()}", ".", "</think>"]
+        said += ["<answer>", move, "</answer>", "<|im_end|>"]
         for role, words in (("observation", observed), ("response", said)):
             turns.append({"role": role, "start": len(texts), "end": len(texts) + len(words)})
             turns[-1]["reward"] = reward if role == "response" else None
@@ -282,27 +231,20 @@ def advantages_of_groups(records: list[dict[str, Any]]) -> None:
         groups.setdefault(record["group"], []).append(record)
     for members in groups.values():
         scores = np.array([record["score"] for record in members])
-        for record, value in zip(
-            members, ((scores - scores.mean()) / (scores.std() + 1e-6)).tolist(), strict=True
-        ):
+        normalised = (scores - scores.mean()) / (scores.std() + 1e-6)
+        for record, value in zip(members, normalised.tolist(), strict=True):
             record["advantage"] = float(f"{value:.6g}")
             tokens = record["tokens"]
             tokens["advantages"] = [record["advantage"] if m else None for m in tokens["mask"]]
 
 
 def dropped_records(step: int) -> list[dict[str, Any]]:
-    reason = (
-        "timeout: the reward took longer than 5 s"
-        if step % 4
-        else "no signal: all answers of the group scored 0"
-    )
-    sample = {
-        "sample": f"dropped-{step}-0",
-        "group": f"{step}-0",
-        "prompt": "Reverse the digits: 7",
-        "response": "I cannot.",
-    }
-    return [{**sample, "score": None, "rewards": {}, "dropped": reason, "finish_reason": "stop"}]
+    reason = "no signal: all answers of the group scored 0"
+    if step % 4:
+        reason = "timeout: the reward took longer than 5 s"
+    sample = {"sample": f"dropped-{step}-0", "group": f"{step}-0", "response": "I cannot."}
+    sample |= {"prompt": "Reverse the digits: 7", "finish_reason": "stop"}
+    return [{**sample, "score": None, "rewards": {}, "dropped": reason}]
 
 
 def token_id(text: str) -> int:
@@ -334,31 +276,16 @@ def write_hostile_run(folder: Path) -> Path:
     write_run(folder, steps=2, prompts=1, samples_per_prompt=2)
     records = []
     for name, text in HOSTILE.items():
-        plain = {
-            "sample": f"plain {name}",
-            "group": text[:300],
-            "prompt": text,
-            "response": text,
-            "tag": text[:300],
-            "score": 1.0,
-        }
+        plain = {"group": text[:300], "prompt": text, "response": text, "tag": text[:300]}
+        plain |= {"sample": f"plain {name}", "score": 1.0}
         tokens = tokens_of(random, ["prompt: "], [text, "<|im_end|>"])
-        parts = {text[:40]: 1.0}
-        tokenised = {
-            **plain,
-            "sample": f"tokens {name}",
-            "tokens": tokens,
-            "ground_truth": text,
-            "rewards": parts,
-        }
-        records += [plain, {**tokenised, "dropped": text[:300] if name == "script" else None}]
+        more = {"sample": f"tokens {name}", "tokens": tokens, "rewards": {text[:40]: 1.0}}
+        more["dropped"] = text[:300] if name == "script" else None
+        records += [plain, {**plain, **more, "ground_truth": text}]
     write_rollouts(folder, 0, records)
     about = json.loads((folder / "run.json").read_text())
-    about |= {
-        "pipeline": HOSTILE["script"],
-        "command": [HOSTILE["script"]],
-        "status": HOSTILE["script"],
-    }
+    script = HOSTILE["script"]
+    about |= {"pipeline": script, "command": [script], "status": script}
     (folder / "run.json").write_text(json.dumps(about))
     (folder / "config.yaml").write_text(yaml.safe_dump({HOSTILE["script"]: HOSTILE["entities"]}))
     metrics = {"step": 0, "time": 0.0, HOSTILE["script"]: 1.0, "actor/<b>bold</b>": 2.0}

@@ -62,65 +62,49 @@ def test_defaults_of_environment_managers_are_rolls():
         "world_size": 1,
     }
     assert {key: getattr(manager, key) for key in expected} == expected
-    assert (agentic().train_env_manager.name, agentic().val_env_manager.name) == (
-        "train_env",
-        "val_env",
-    )
+    assert agentic().train_env_manager.name == "train_env"
+    assert agentic().val_env_manager.name == "val_env"
 
 
 def test_workers_follow_from_environments():
-    manager = EnvManagerConfig(
-        num_env_groups=4, group_size=8, group_size_redundancy=2, max_env_num_per_worker=16
-    )
+    sizes = {"num_env_groups": 4, "group_size": 8, "group_size_redundancy": 2}
+    manager = EnvManagerConfig(max_env_num_per_worker=16, **sizes)
     assert (manager.final_group_size, manager.num_envs, manager.world_size) == (10, 40, 3)
 
 
 def test_groups_are_shared_equally_unless_a_partition_is_given():
-    tags = ["a", "b", "c"]
-    assert EnvManagerConfig(num_env_groups=8, tags=tags).num_groups_partition == [3, 3, 2]
-    assert EnvManagerConfig(
-        num_env_groups=8, tags=tags, num_groups_partition=[6, 2, 0]
-    ).num_groups_partition == [
-        6,
-        2,
-        0,
-    ]
-    with pytest.raises(
-        ConfigError,
-        match=r"num_groups_partition: found \[6, 1, 0\] .* add up to num_env_groups = 8, not 7",
-    ):
-        EnvManagerConfig(num_env_groups=8, tags=tags, num_groups_partition=[6, 1, 0])
+    def partition(**values):
+        config = EnvManagerConfig(num_env_groups=8, tags=["a", "b", "c"], **values)
+        return config.num_groups_partition
+
+    assert partition() == [3, 3, 2]
+    assert partition(num_groups_partition=[6, 2, 0]) == [6, 2, 0]
+    wrong_sum = r"num_groups_partition: found \[6, 1, 0\] .* add up to num_env_groups = 8, not 7"
+    with pytest.raises(ConfigError, match=wrong_sum):
+        partition(num_groups_partition=[6, 1, 0])
     with pytest.raises(ConfigError, match=r"one number for each of the 3 tags"):
-        EnvManagerConfig(num_env_groups=8, tags=tags, num_groups_partition=[8])
+        partition(num_groups_partition=[8])
 
 
 def test_trajectories_per_environment():
-    config = agentic(
-        rollout_batch_size=64,
-        train_env_manager={"num_env_groups": 4, "group_size": 8},
-        val_batch_size=256,
-    )
+    groups = {"num_env_groups": 4, "group_size": 8}
+    config = agentic(rollout_batch_size=64, train_env_manager=groups, val_batch_size=256)
     assert config.train_env_manager.max_traj_per_env == 2
     assert config.val_env_manager.max_traj_per_env == 2
     assert agentic(val_batch_size=-1).val_env_manager.max_traj_per_env == sys.maxsize
-    assert (
-        agentic(train_env_manager={"max_traj_per_env": 5}).train_env_manager.max_traj_per_env == 5
-    )
-    ahead = agentic(train_env_manager={"max_traj_per_env": 5}, async_generation_ratio=1)
+    five = {"train_env_manager": {"max_traj_per_env": 5}}
+    assert agentic(**five).train_env_manager.max_traj_per_env == 5
+    ahead = agentic(**five, async_generation_ratio=1)
     assert ahead.train_env_manager.max_traj_per_env == 1
 
 
 def test_sampling_arguments_come_from_generation_or_from_the_training_environments():
     sampling = {"max_new_tokens": 9, "num_return_sequences": 4}
-    for config in (
-        agentic(actor_infer={"generating_args": sampling}),
-        agentic(train_env_manager={"generating_args": sampling}),
-    ):
+    for key in ("actor_infer", "train_env_manager"):
+        config = agentic(**{key: {"generating_args": sampling}})
         for role in (config.actor_infer, config.train_env_manager, config.val_env_manager):
-            assert (
-                role.generating_args.max_new_tokens,
-                role.generating_args.num_return_sequences,
-            ) == (9, 1)
+            found = role.generating_args
+            assert (found.max_new_tokens, found.num_return_sequences) == (9, 1)
 
 
 @pytest.mark.parametrize(
@@ -141,33 +125,29 @@ def test_normalisation_types_follow_the_method_unless_written_down(values, types
     assert RewardNormalizationConfig(**config.to_dict()) == config
 
 
+EIGHT, TWELVE = {"group_size": 8}, trained(per_device_train_batch_size=12)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (
-            {"rollout_batch_size": 100, "train_env_manager": {"group_size": 8}},
-            "rollout_batch_size: found 100 .* a multiple of 8, because train_env_manager.group_size is 8; use 96",
+            {"rollout_batch_size": 100, "train_env_manager": EIGHT},
+            "rollout_batch_size: found 100 .* a multiple of 8, because train_env_manager.group_size",
         ),
         (
-            {
-                "rollout_batch_size": 100,
-                "train_env_manager": {"group_size": 8},
-                "actor_train": trained(per_device_train_batch_size=12),
-            },
+            {"rollout_batch_size": 100, "train_env_manager": EIGHT, "actor_train": TWELVE},
             "rollout_batch_size: found 100 .* a multiple of 24, .*; use 96 or 120",
         ),
-        (
-            {"val_batch_size": 100},
-            "val_batch_size: found 100 .* the environments of val_env_manager; use 128 or 256",
-        ),
+        ({"val_batch_size": 100}, "found 100 .* of val_env_manager; use 128 or 256"),
         ({"val_batch_size": 0}, "val_batch_size: found 0 .* a positive number, or -1"),
         (
             {"rollout_batch_size": 256, "train_env_manager": {"max_traj_per_env": 1}},
-            "train_env_manager.max_traj_per_env: found 1 .* at least 2, for rollout_batch_size = 256 on 128",
+            "max_traj_per_env: found 1 .* at least 2, for rollout_batch_size = 256 on 128",
         ),
         (
             {"custom_envs": {"SimpleSokoban": {}}, "train_env_manager": {"tags": ["SimpleSokobn"]}},
-            'train_env_manager.tags: found "SimpleSokobn" .* names of custom_envs: SimpleSokoban; did you mean',
+            'tags: found "SimpleSokobn" .* names of custom_envs: SimpleSokoban; did you mean',
         ),
         (
             {"custom_envs": {"A": {}}, "train_env_manager": {"tags": ["A"]}},
@@ -175,14 +155,12 @@ def test_normalisation_types_follow_the_method_unless_written_down(values, types
         ),
         (
             {"reward_normalization": {"method": "std"}},
-            "reward_normalization.method: found .* identity, mean, mean_std",
+            "ion.method: found .* identity, mean, mean_s",
         ),
         ({"ratio_type": "word"}, "ratio_type: found .* expected one of token, segment, seq"),
-        (
-            {"batch_adjust_mode": "drop"},
-            "batch_adjust_mode: found .* copy, delete, auto, random_sample",
-        ),
+        ({"batch_adjust_mode": "drop"}, "found .* copy, delete, auto, random_sample"),
         ({"custom_envs": {"A": 3}}, "custom_envs.A: found 3 .* expected a mapping"),
+        ({"reward": {"llm_proxy": {}}}, "reward: .* not built yet: a role that judges .* to null"),
     ],
 )
 def test_values_that_do_not_fit(values, message):
@@ -209,9 +187,8 @@ def test_turns_as_rows_need_not_divide():
 
 
 def with_manager(manager: str, **values) -> AgenticConfig:
-    return agentic(
-        adv_estimator="grpo", custom_envs={"SimpleSokoban": {"env_manager_cls": manager}}, **values
-    )
+    envs = {"SimpleSokoban": {"env_manager_cls": manager}}
+    return agentic(adv_estimator="grpo", custom_envs=envs, **values)
 
 
 def test_rows_are_turns_if_the_class_of_the_manager_says_so(tmp_path, monkeypatch):
@@ -225,11 +202,8 @@ def test_rows_are_turns_if_the_class_of_the_manager_says_so(tmp_path, monkeypatc
         "    prompts_are_whole = False\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert not with_manager("stepan.code.TrajEnvManager").rows_are_turns, (
-        "whatever its name and package"
-    )
-    assert with_manager("stepan.code.Walker").rows_are_turns, "a subclass of StepEnvManager"
-    assert not with_manager("stepan.code.Joined").rows_are_turns, "unless it says otherwise"
+    for name, expected in {"TrajEnvManager": False, "Walker": True, "Joined": False}.items():
+        assert with_manager(f"stepan.code.{name}").rows_are_turns is expected
     assert with_manager(STEP).rows_are_turns and not with_manager(TRAJ).rows_are_turns
 
 
@@ -244,7 +218,8 @@ def test_to_know_whether_rows_are_turns_takes_no_torch():
     script = (
         "import sys; from roll.pipeline.agentic.agentic_config import AgenticConfig\n"
         f"envs = {{'SimpleSokoban': {{'env_manager_cls': {STEP!r}}}}}\n"
-        "assert AgenticConfig(sequence_length=512, adv_estimator='grpo', custom_envs=envs).rows_are_turns\n"
+        "config = AgenticConfig(sequence_length=9, adv_estimator='grpo', custom_envs=envs)\n"
+        "assert config.rows_are_turns\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -254,80 +229,51 @@ def test_to_know_whether_rows_are_turns_takes_no_torch():
 def test_a_manager_that_is_not_there_is_among_the_problems():
     with pytest.raises(ConfigError) as caught:
         with_manager("no_such_package.StepEnvManager", val_batch_size=0)
-    assert "custom_envs.SimpleSokoban.env_manager_cls: 'no_such_package.StepEnvManager'" in str(
-        caught.value
-    )
-    assert "there is no module 'no_such_package'" in str(caught.value) and "val_batch_size" in str(
-        caught.value
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"'collections\.OrderedDict' is no environment manager; expected a subclass",
-    ):
+    said = str(caught.value)
+    assert "custom_envs.SimpleSokoban.env_manager_cls: 'no_such_package.StepEnvManager'" in said
+    assert "there is no module 'no_such_package'" in said and "val_batch_size" in said
+    message = r"'collections\.OrderedDict' is no environment manager; expected a subclass"
+    with pytest.raises(ConfigError, match=message):
         with_manager("collections.OrderedDict")
 
 
-def test_a_judge_is_refused_by_name():
-    with pytest.raises(
-        ConfigError, match=r"reward: found .* not built yet: a role that judges .* set it to null"
-    ):
-        agentic(reward={"llm_proxy": {"proxy_type": "openai"}})
-
-
 def test_environments_are_missing_for_training():
-    assert [
-        problem.key
-        for problem in agentic(adv_estimator="grpo", init_kl_coef=0).missing_for_training()
-    ] == [
-        "actor_train.strategy_args",
-        "actor_infer.strategy_args",
-        "custom_envs",
-    ]
+    missing = agentic(adv_estimator="grpo", init_kl_coef=0).missing_for_training()
+    expected = ["actor_train.strategy_args", "actor_infer.strategy_args", "custom_envs"]
+    assert [problem.key for problem in missing] == expected
 
 
 @pytest.mark.parametrize(
-    ("values", "cautions"),
+    ("estimator", "values", "cautions"),
     [
+        ("grpo", {"reward_normalization": {"method": "mean_std"}}, []),  # it does as it is told
+        ("dr_grpo", {"reward_normalization": {"grouping": "tags", "method": "mean"}}, []),
         (
-            {"adv_estimator": "grpo", "reward_normalization": {"method": "mean_std"}},
-            [],
-        ),  # it does as it is told
-        (
-            {
-                "adv_estimator": "dr_grpo",
-                "reward_normalization": {"grouping": "tags", "method": "mean"},
-            },
-            [],
-        ),
-        (
-            {
-                "adv_estimator": "rloo",
-                "reward_normalization": {"grouping": "batch", "method": "mean_std"},
-            },
+            "rloo",
+            {"reward_normalization": {"grouping": "batch", "method": "mean_std"}},
             [
-                "without effect: reward_normalization.norm_mean_type: batch, reward_normalization.norm_std_type: "
-                "batch; adv_estimator: rloo normalises rewards by its own rule (mean: leave_one_out, std: none)",
-                "without effect: reward_normalization.grouping: batch; adv_estimator: rloo compares the rows of a "
-                "group, by traj_group_id",
+                "without effect: reward_normalization.norm_mean_type: batch, "
+                "reward_normalization.norm_std_type: batch; adv_estimator: rloo normalises rewards "
+                "by its own rule (mean: leave_one_out, std: none)",
+                "without effect: reward_normalization.grouping: batch; adv_estimator: rloo compares "
+                "the rows of a group, by traj_group_id",
             ],
         ),
-        ({"adv_estimator": "grpo", "norm_mean_type": "group"}, []),  # WITHOUT_EFFECT has it
+        ("grpo", {"norm_mean_type": "group"}, []),  # WITHOUT_EFFECT has it
         (
-            {"adv_estimator": "agentic_reinforce", "ratio_type": "seq", "gamma": 0.9},
+            "agentic_reinforce",
+            {"ratio_type": "seq", "gamma": 0.9},
             [
-                "ratio_type: seq trains every token on the mean advantage of the row, and gamma: 0.9 gives tokens "
-                "advantages of their own; ratio_type: seq_token keeps those"
+                "ratio_type: seq trains every token on the mean advantage of the row, and gamma: "
+                "0.9 gives tokens advantages of their own; ratio_type: seq_token keeps those"
             ],
         ),
-        (
-            {"adv_estimator": "agentic_reinforce", "ratio_type": "segment", "gamma": 0.9},
-            [],
-        ),  # one for each turn
-        ({"adv_estimator": "agentic_reinforce", "ratio_type": "seq_token", "gamma": 0.9}, []),
+        ("agentic_reinforce", {"ratio_type": "segment", "gamma": 0.9}, []),  # one for each turn
+        ("agentic_reinforce", {"ratio_type": "seq_token", "gamma": 0.9}, []),
     ],
 )
-def test_settings_that_others_override_are_named(values, cautions):
-    assert agentic(**values).cautions() == cautions
+def test_settings_that_others_override_are_named(estimator, values, cautions):
+    assert agentic(adv_estimator=estimator, **values).cautions() == cautions
 
 
 def played(**entry) -> dict[str, object]:
@@ -340,23 +286,12 @@ def played(**entry) -> dict[str, object]:
     }
 
 
-def test_an_agent_runner_and_tools_may_be_null():
-    config = agentic(**played(agent_runner_cls=None, tool_wrapper=None))
-    assert config.tags_in_use() == ["A", "B"]
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            {"tool_wrapper": {"tool_configs": []}},
-            "custom_envs.B.tool_wrapper: not built yet: tools around",
-        ),
+        ({"tool_wrapper": {"tool_configs": []}}, "B.tool_wrapper: not built yet: tools around"),
         ({"agent_runner_cls": "a.B"}, "custom_envs.B.agent_runner_cls: not built yet: programs"),
-        (
-            {"env_type": "webshop"},
-            'custom_envs.B.env_type: the environment "webshop" is not built yet',
-        ),
+        ({"env_type": "webshop"}, 'B.env_type: the environment "webshop" is not built yet'),
         (
             {"env_manager_cls": f"{MANAGERS}.agent_native_env_manager.AgentNativeStepEnvManager"},
             "custom_envs.B.env_manager_cls: not supported: AgentNativeStepEnvManager",
@@ -368,6 +303,8 @@ def test_what_is_not_built_is_refused_where_it_is_played(entry, message):
         agentic(**played(**entry))
     config = agentic(**{**played(**entry), "eval_steps": 0})  # only A is played
     assert config.tags_in_use() == ["A"]
+    config = agentic(**played(agent_runner_cls=None, tool_wrapper=None))
+    assert config.tags_in_use() == ["A", "B"]
 
 
 def test_variables_of_rolls_env_files_are_no_unknown_keys(tmp_path):

@@ -35,8 +35,10 @@ def test_random_actions_become_tokens():
     (output,) = proxy("random").generate([turn(random_action="ab")])
     assert output.token_ids == [*TOKENIZER("ab")["input_ids"], TOKENIZER.eos_token_id]
     assert output.log_probs == []
-    (output,) = proxy("random").generate([turn(random_action="abcdef")])
-    assert output.finish_reason == "length" and len(output.token_ids) == 4
+    # Of four tokens the end is one.
+    for text, reason in (("abc", "stop"), ("abcd", "length"), ("abcdef", "length")):
+        (output,) = proxy("random").generate([turn(random_action=text)])
+        assert output.finish_reason == reason and len(output.token_ids) == 4
 
 
 class Interrupted:

@@ -115,7 +115,8 @@ def test_wrong_answers_malformed_ones_and_the_end():
     env.reset(2)
     assert env.step(answer(eval(question) + 1))[:4] == ("wrong", 0.0, True, False)
     env.reset(2)
-    assert env.step(f"<tool>1</tool>{answer(f'{eval(question):,}')}")[1] == 1.0
+    # An answer counts more than a call, and the last answer more than the first.
+    assert env.step(f"<tool>1</tool>{answer('no')}{answer(f'{eval(question):,}')}")[1] == 1.0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
