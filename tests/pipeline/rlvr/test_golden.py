@@ -97,7 +97,8 @@ def small_run(folder: Path, recorded=()) -> list[dict]:
         first_ratio_tolerance=0,
     )
     with RLVRPipeline(config, progress=False) as pipeline:
-        pipeline.collector.engine = engine = Recorded(pipeline.collector.engine, recorded)
+        engine = Recorded(pipeline.actor_infer, recorded)
+        pipeline.prompts._generate = engine.answer_requests
         pipeline.run()
     lines = [
         {key: line[key] for keys in TOLERANCES for key in keys}
