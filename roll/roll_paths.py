@@ -18,6 +18,7 @@ MOVED: dict[str, str] = {
     "roll.configs.generating_args": "roll.configs.arguments",
     "roll.configs.model_args": "roll.configs.arguments",
     "roll.configs.training_args": "roll.configs.arguments",
+    "roll.utils.kl_controller": "roll.algorithms.kl",
     "roll.distributed.executor.model_update_group": "roll.distributed.weight_sync",
     "roll.distributed.scheduler.generate_scheduler": "roll.distributed.scheduler.protocol",
     "roll.distributed.scheduler.initialize": "roll.distributed.scheduler.resource_manager",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from vector_adapters_losses import ADAPTERS as LOSS_ADAPTERS
 
+from roll.algorithms.kl import AdaptiveKLController, FixedKLController
 from roll.algorithms.masking import masked_whiten
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.utils import (
@@ -37,7 +38,6 @@ from roll.utils.functionals import (
     reduce_metrics,
     reward_postprocess,
 )
-from roll.utils.kl_controller import AdaptiveKLController, FixedKLController
 
 Json = dict[str, Any]
 FOLDER = Path(os.environ.get("ROLL_VECTORS") or Path(__file__).parent / "vectors")

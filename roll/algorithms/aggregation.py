@@ -77,7 +77,8 @@ def aggregate_loss(
     if weights_B is not None:
         if weights_B.shape != rows_B.shape:
             raise ValueError(
-                f"weights must have one entry per row, ({len(rows_B)},), got {tuple(weights_B.shape)}"
+                f"weights must have one entry per row, ({len(rows_B)},), got "
+                f"{tuple(weights_B.shape)}"
             )
         rows_B = rows_B * select(weights_B, mask_BT.bool().any(-1))
     total = rows_B.sum()

@@ -38,15 +38,12 @@ def check_finite(tensor: Tensor, mask: Tensor | None = None, name: str = "tensor
     if not bad.any():
         return
     first = tuple(bad.nonzero()[0].tolist())
-    rows = (
-        bad.flatten(1).any(1).nonzero().flatten().tolist()
-        if bad.ndim > 1
-        else bad.nonzero().flatten().tolist()
-    )
+    rows = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
     shown = f"{rows[:8]}" + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     raise ValueError(
-        f"{name} is not finite at {int(bad.sum())} valid entries in rows {shown}: {name}{list(first)} is "
-        f"{tensor[first].item()}; mask these entries or repair what produced them"
+        f"{name} is not finite at {int(bad.sum())} valid entries in rows {shown}: "
+        f"{name}{list(first)} is {tensor[first].item()}; mask these entries or repair what "
+        "produced them"
     )
 
 

@@ -20,8 +20,8 @@ def split_pairs(values_R: Tensor, name: str = "the batch") -> tuple[Tensor, Tens
     """Even rows (chosen) and odd rows (rejected)."""
     if len(values_R) % 2:
         raise ValueError(
-            f"{name} has {len(values_R)} rows, but chosen and rejected rows alternate, so their number must be even; "
-            "choose micro-batch sizes that do not split a pair"
+            f"{name} has {len(values_R)} rows, but chosen and rejected rows alternate, so their "
+            "number must be even; choose micro-batch sizes that do not split a pair"
         )
     return values_R[0::2], values_R[1::2]
 
@@ -34,7 +34,8 @@ def completion_mask(attention_mask_RS: Tensor, prompt_lens_R: Tensor) -> Tensor:
     """
     if prompt_lens_R.shape != attention_mask_RS.shape[:1]:
         raise ValueError(
-            f"prompt_id_lens must have one entry per row, ({len(attention_mask_RS)},), got {tuple(prompt_lens_R.shape)}"
+            f"prompt_id_lens must have one entry per row, ({len(attention_mask_RS)},), got "
+            f"{tuple(prompt_lens_R.shape)}"
         )
     attended_RS = attention_mask_RS.bool()
     index_RS = attended_RS.cumsum(-1) - 1
@@ -50,11 +51,8 @@ def sequence_log_probs(
     An empty completion has log-probability 0 and length 0.
     """
     mask_RT = completion_mask(attention_mask_RS, prompt_lens_R)
-    check_mask(
-        log_probs_RT,
-        mask_RT,
-        "per-token log-probabilities (one column fewer than the attention mask)",
-    )
+    name = "per-token log-probabilities (one column fewer than the attention mask)"
+    check_mask(log_probs_RT, mask_RT, name)
     return select(log_probs_RT, mask_RT).sum(-1), mask_RT.sum(-1)
 
 
@@ -102,31 +100,6 @@ class Pairs:
         return -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
 
 
-def _sigmoid(pairs: Pairs) -> Tensor:
-    return pairs.smoothed_logistic(pairs.margin)
-
-
-def _sigmoid_norm(pairs: Pairs) -> Tensor:
-    return -F.logsigmoid(pairs.beta * pairs.mean_margin)
-
-
-def _ipo_sum(pairs: Pairs) -> Tensor:
-    return (pairs.margin - 1 / (2 * pairs.beta)).square()
-
-
-def _ipo(pairs: Pairs) -> Tensor:
-    return (pairs.mean_margin - 1 / (2 * pairs.beta)).square()
-
-
-def _hinge(pairs: Pairs) -> Tensor:
-    return F.relu(1 - pairs.beta * pairs.margin)
-
-
-def _robust(pairs: Pairs) -> Tensor:
-    z, flip = pairs.beta * pairs.margin, pairs.label_smoothing
-    return (-(1 - flip) * F.logsigmoid(z) + flip * F.logsigmoid(-z)) / (1 - 2 * flip)
-
-
 def _exo_pair(pairs: Pairs) -> Tensor:
     if pairs.label_smoothing == 0:
         raise ValueError(
@@ -138,35 +111,14 @@ def _exo_pair(pairs: Pairs) -> Tensor:
     return right.exp() * (right - log_right) + wrong.exp() * (wrong - log_wrong)
 
 
+def _robust(pairs: Pairs) -> Tensor:
+    z, flip = pairs.beta * pairs.margin, pairs.label_smoothing
+    return (-(1 - flip) * F.logsigmoid(z) + flip * F.logsigmoid(-z)) / (1 - 2 * flip)
+
+
 def _nca_pair(pairs: Pairs) -> Tensor:
     chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
-
-
-def _bco_pair(pairs: Pairs) -> Tensor:
-    return -F.logsigmoid(pairs.beta * pairs.chosen) - F.logsigmoid(-pairs.beta * pairs.rejected)
-
-
-def _sppo_hard(pairs: Pairs) -> Tensor:
-    return (pairs.chosen - 0.5 / pairs.beta).square() + (pairs.rejected + 0.5 / pairs.beta).square()
-
-
-def _apo_zero(pairs: Pairs) -> Tensor:
-    return torch.sigmoid(-pairs.beta * pairs.chosen) + torch.sigmoid(pairs.beta * pairs.rejected)
-
-
-def _apo_down(pairs: Pairs) -> Tensor:
-    return torch.sigmoid(pairs.beta * pairs.chosen) + torch.sigmoid(-pairs.beta * pairs.margin)
-
-
-def _aot(pairs: Pairs) -> Tensor:
-    return pairs.smoothed_logistic(
-        pairs.policy_margin.sort().values - pairs.reference_margin.sort().values
-    )
-
-
-def _aot_unpaired(pairs: Pairs) -> Tensor:
-    return pairs.smoothed_logistic(pairs.chosen.sort().values - pairs.rejected.sort().values)
 
 
 def _discopop(pairs: Pairs) -> Tensor:
@@ -179,21 +131,42 @@ def _discopop(pairs: Pairs) -> Tensor:
 
 # With d = chosen - rejected, the margin of the log-ratios, and s the label smoothing:
 PREFERENCE_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    "sigmoid": _sigmoid,  # DPO (arXiv:2305.18290); s > 0: conservative DPO
-    "sigmoid_norm": _sigmoid_norm,  # DPO on log-ratios per token
-    "ipo_sum": _ipo_sum,  # IPO (arXiv:2310.12036) on summed log-probabilities: ROLL's `ipo: true`
-    "ipo": _ipo,  # IPO on log-ratios per token, as its authors recommend
-    "hinge": _hinge,  # SLiC (arXiv:2305.10425)
-    "robust": _robust,  # unbiased under label noise s (arXiv:2403.00409)
-    "exo_pair": _exo_pair,  # reverse KL to the smoothed labels (arXiv:2402.00856)
-    "nca_pair": _nca_pair,  # arXiv:2402.05369
-    "bco_pair": _bco_pair,  # binary classifier (arXiv:2404.04656), without its running baseline
-    "sppo_hard": _sppo_hard,  # arXiv:2405.00675
-    "apo_zero": _apo_zero,  # arXiv:2408.06266: chosen up, rejected down
-    "apo_down": _apo_down,  # both down, rejected further
-    "aot": _aot,  # arXiv:2406.05882: sorts the margins, so the loss depends on which pairs share a (micro-)batch
-    "aot_unpaired": _aot_unpaired,  # the same for unpaired answers
-    "discopop": _discopop,  # arXiv:2406.08414
+    # DPO (arXiv:2305.18290); s > 0: conservative DPO
+    "sigmoid": lambda p: p.smoothed_logistic(p.margin),
+    # DPO on log-ratios per token
+    "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.mean_margin),
+    # IPO (arXiv:2310.12036) on summed log-probabilities: ROLL's `ipo: true`
+    "ipo_sum": lambda p: (p.margin - 1 / (2 * p.beta)).square(),
+    # IPO on log-ratios per token, as its authors recommend
+    "ipo": lambda p: (p.mean_margin - 1 / (2 * p.beta)).square(),
+    # SLiC (arXiv:2305.10425)
+    "hinge": lambda p: F.relu(1 - p.beta * p.margin),
+    # unbiased under label noise s (arXiv:2403.00409)
+    "robust": _robust,
+    # reverse KL to the smoothed labels (arXiv:2402.00856)
+    "exo_pair": _exo_pair,
+    # arXiv:2402.05369
+    "nca_pair": _nca_pair,
+    # binary classifier (arXiv:2404.04656), without its running baseline
+    "bco_pair": lambda p: -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected),
+    # arXiv:2405.00675
+    "sppo_hard": lambda p: (
+        (p.chosen - 0.5 / p.beta).square() + (p.rejected + 0.5 / p.beta).square()
+    ),
+    # arXiv:2408.06266: chosen up, rejected down
+    "apo_zero": lambda p: torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected),
+    # both down, rejected further
+    "apo_down": lambda p: torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * p.margin),
+    # arXiv:2406.05882: sorts the margins, so it depends on which pairs share a micro-batch
+    "aot": lambda p: p.smoothed_logistic(
+        p.policy_margin.sort().values - p.reference_margin.sort().values
+    ),
+    # the same for unpaired answers
+    "aot_unpaired": lambda p: p.smoothed_logistic(
+        p.chosen.sort().values - p.rejected.sort().values
+    ),
+    # arXiv:2406.08414
+    "discopop": _discopop,
 }
 # The others ignore label smoothing.
 SMOOTHED_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
@@ -242,37 +215,31 @@ def preference_loss(
     if not discopop_tau > 0:
         raise ValueError(f"discopop_tau must be positive, got {discopop_tau}")
     policy_chosen_P, policy_rejected_P = _float(policy_chosen_P), _float(policy_rejected_P)
-    reference_chosen_P = (
-        torch.zeros_like(policy_chosen_P) if reference_chosen_P is None else reference_chosen_P
-    )
-    reference_rejected_P = (
-        torch.zeros_like(policy_rejected_P)
-        if reference_rejected_P is None
-        else reference_rejected_P
-    )
-    shapes = [
-        tuple(x.shape)
-        for x in (policy_chosen_P, policy_rejected_P, reference_chosen_P, reference_rejected_P)
-    ]
+    if reference_chosen_P is None:
+        reference_chosen_P = torch.zeros_like(policy_chosen_P)
+    if reference_rejected_P is None:
+        reference_rejected_P = torch.zeros_like(policy_rejected_P)
+    given = (policy_chosen_P, policy_rejected_P, reference_chosen_P, reference_rejected_P)
+    shapes = [tuple(tensor.shape) for tensor in given]
     if len(set(shapes)) > 1:
         raise ValueError(
-            f"policy and reference, chosen and rejected, must have one log-probability per pair: {shapes}"
+            "policy and reference, chosen and rejected, must have one log-probability per pair: "
+            f"{shapes}"
         )
-
-    chosen_P, rejected_P = (
-        policy_chosen_P - reference_chosen_P,
-        policy_rejected_P - reference_rejected_P,
-    )
+    chosen_P = policy_chosen_P - reference_chosen_P
+    rejected_P = policy_rejected_P - reference_rejected_P
+    chosen_mean = rejected_mean = None
+    if chosen_lens_P is not None and rejected_lens_P is not None:
+        # An empty completion has length 0 and log-ratio 0.
+        chosen_mean = chosen_P / chosen_lens_P.clamp(min=1)
+        rejected_mean = rejected_P / rejected_lens_P.clamp(min=1)
     pairs = Pairs(
         chosen=chosen_P,
         rejected=rejected_P,
         policy_margin=policy_chosen_P - policy_rejected_P,
         reference_margin=_float(reference_chosen_P - reference_rejected_P),
-        # An empty completion has length 0 and log-ratio 0.
-        chosen_mean=None if chosen_lens_P is None else chosen_P / chosen_lens_P.clamp(min=1),
-        rejected_mean=None
-        if rejected_lens_P is None
-        else rejected_P / rejected_lens_P.clamp(min=1),
+        chosen_mean=chosen_mean,
+        rejected_mean=rejected_mean,
         beta=beta,
         label_smoothing=label_smoothing,
         discopop_tau=discopop_tau,

@@ -74,7 +74,8 @@ class PPOClip:
             low = high = clip
         else:
             raise ValueError(
-                "pg_clip is None; set it, or set use_pg_clip_range with pg_clip_low and pg_clip_high"
+                "pg_clip is None; set it, or set use_pg_clip_range with pg_clip_low and "
+                "pg_clip_high"
             )
         dual_clip = None
         if config.dual_clip_loss:

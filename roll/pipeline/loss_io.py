@@ -46,8 +46,9 @@ def loss_counts(data: DataProto, mask_key: str, mask_BT: Tensor, config: Any) ->
     for name, counts in (("batch_num_tokens", tokens), ("global_valid_samples", sequences)):
         if counts is None or mask_key not in counts:
             raise KeyError(
-                f"meta_info[{name!r}] has no count for {mask_key!r} (it has {sorted(counts or ())}); "
-                f"add {mask_key!r} to meta_info['loss_mask_keys'] before the training step"
+                f"meta_info[{name!r}] has no count for {mask_key!r} (it has "
+                f"{sorted(counts or ())}); add {mask_key!r} to meta_info['loss_mask_keys'] before "
+                "the training step"
             )
     assert tokens is not None and sequences is not None
     # Not a field of ROLL's configurations, so one written for them does not have it.

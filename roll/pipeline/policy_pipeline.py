@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from roll.algorithms.kl import get_kl_controller
 from roll.configs.ppo_config import PPOConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
@@ -36,7 +37,6 @@ from roll.pipeline.model_worker import balance_ranks
 from roll.rollout.buffer import Buffer
 from roll.rollout.collate import collate
 from roll.rollout.types import Dropped, Rollout
-from roll.utils.kl_controller import get_kl_controller
 from roll.utils.metrics.metrics_manager import MetricsManager
 from roll.utils.metrics.reduction import reduce_metrics
 from roll.utils.rollout_log import RolloutLog, discard_rollouts_after

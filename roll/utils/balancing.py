@@ -12,18 +12,20 @@ from torch import Tensor
 if TYPE_CHECKING:
     from roll.distributed.scheduler.protocol import DataProto
 
-# Tokens cost a linear part (matrix products) and a quadratic one (attention). The two are equal at a length of 24576:
-# six times a hidden size of 4096.
+# Tokens cost a linear part (matrix products) and a quadratic one (attention). The two are equal at
+# a length of 24576: six times a hidden size of 4096.
 LINEAR_COST = 24576
 
 
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[float] | Tensor, k_partitions: int, equal_size: bool = False
 ) -> list[list[int]]:
-    """Split the indices of `seqlen_list` into `k_partitions` non-empty parts with nearly equal sums, sorted inside.
+    """Split the indices of `seqlen_list` into `k_partitions` non-empty parts with nearly equal
+    sums, sorted inside.
 
-    Largest differencing (Karmarkar and Karp): keep joining the two partial solutions whose parts differ most, the
-    heaviest part of one with the lightest of the other. With `equal_size` all parts have the same number of items.
+    Largest differencing (Karmarkar and Karp): keep joining the two partial solutions whose parts
+    differ most, the heaviest part of one with the lightest of the other. With `equal_size` all
+    parts have the same number of items.
     """
     lengths = seqlen_list.tolist() if isinstance(seqlen_list, Tensor) else list(seqlen_list)
     num_items = len(lengths)
@@ -35,8 +37,8 @@ def get_seqlen_balanced_partitions(
         )
     by_length = sorted(range(num_items), key=lambda i: (lengths[i], i))
     per_solution = k_partitions if equal_size else 1
-    # A solution is its parts, heaviest first, as (sum, indices). The heap pops the largest spread; ties by order of
-    # creation, so that the result does not depend on anything but the input.
+    # A solution is its parts, heaviest first, as (sum, indices). The heap pops the largest spread;
+    # ties by order of creation, so that the result does not depend on anything but the input.
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for number, start in enumerate(range(0, num_items, per_solution)):
         parts = [(lengths[i], [i]) for i in reversed(by_length[start : start + per_solution])]
@@ -60,7 +62,8 @@ def get_seqlen_balanced_partitions(
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """Tokens of the lightest and the heaviest rank, if rows were dealt out in order and as `partitions` says."""
+    """Tokens of the lightest and the heaviest rank, if rows were dealt out in order and as
+    `partitions` says."""
     size = -(-len(seqlen_list) // len(partitions))
     before = [sum(seqlen_list[start : start + size]) for start in range(0, len(seqlen_list), size)]
     after = [sum(seqlen_list[i] for i in partition) for partition in partitions]
@@ -81,11 +84,13 @@ def batch_balance(
     logging_prefix: str = "global_seqlen",
     keep_minibatch: bool = False,
 ) -> dict[str, float]:
-    """Reorder the rows of `batch`, in place, so that `dp_size` equal neighbouring parts cost about the same to train.
+    """Reorder the rows of `batch`, in place, so that `dp_size` equal neighbouring parts cost about
+    the same to train.
 
-    Whoever needs groups of rows to stay together must group by a column afterwards. With `keep_minibatch` each block of
-    `minibatch_size` rows is dealt out evenly to all ranks, and every rank keeps the order of the blocks. In a rank's
-    share short rows come first and last, long ones in the middle. Returns the metrics of `log_seqlen_unbalance`.
+    Whoever needs groups of rows to stay together must group by a column afterwards. With
+    `keep_minibatch` each block of `minibatch_size` rows is dealt out evenly to all ranks, and every
+    rank keeps the order of the blocks. In a rank's share short rows come first and last, long ones
+    in the middle. Returns the metrics of `log_seqlen_unbalance`.
     """
     mask = batch["attention_mask"]
     lengths_B = mask.reshape(len(mask), -1).sum(-1)
@@ -93,7 +98,8 @@ def batch_balance(
     step = minibatch_size if keep_minibatch else len(workloads)
     if step < 1 or len(workloads) % step:
         raise ValueError(
-            f"minibatch_size={minibatch_size} does not divide the {len(workloads)} rows of the batch"
+            f"minibatch_size={minibatch_size} does not divide the {len(workloads)} rows of the "
+            "batch"
         )
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
     for start in range(0, len(workloads), step):

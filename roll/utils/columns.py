@@ -1,4 +1,5 @@
-"""Reading named columns of a batch, and writing new ones without touching the batch that was given."""
+"""Reading named columns of a batch, and writing new ones without touching the batch that was
+given."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ def column(data: DataProto, key: str, needed_by: str = "this step") -> Any:
 
 
 def loss_mask(data: DataProto, key: str = "response_mask") -> Tensor:
-    """The tokens that a loss over the mask `key` sums over, and that its counts count: (B, T), bool.
+    """The tokens that a loss over the mask `key` sums over, and that its counts count: (B, T),
+    bool.
 
-    `response_mask` is (B, S). Any other mask is (B, T) and selects among the response tokens: what it marks in a prompt
-    or in padding takes part in neither the sum nor the counts. Labels speak for themselves: all but -100.
+    `response_mask` is (B, S). Any other mask is (B, T) and selects among the response tokens: what
+    it marks in a prompt or in padding takes part in neither the sum nor the counts. Labels speak
+    for themselves: all but -100.
     """
     mask = column(data, key, "the loss")
     if key in ("labels", "labels_for_loss"):
@@ -41,7 +44,8 @@ def loss_mask(data: DataProto, key: str = "response_mask") -> Tensor:
 def with_columns(
     data: DataProto, metrics: Mapping[str, float] | None = None, /, **columns: Any
 ) -> DataProto:
-    """A batch with the columns of `data`, these added or replaced, and `metrics` added to those in `meta_info`.
+    """A batch with the columns of `data`, these added or replaced, and `metrics` added to those in
+    `meta_info`.
 
     `data` stays as it is. The two share the tensors that are not replaced.
     """
@@ -53,8 +57,9 @@ def with_columns(
 
 
 def row_groups(data: DataProto, config: Any | None = None) -> Tensor | None:
-    """The number of each row's group, (B,): rows with equal ids if there is a column of ids; otherwise, with a config,
-    `actor_infer.generating_args.num_return_sequences` neighbouring rows; otherwise None."""
+    """The number of each row's group, (B,): rows with equal ids if there is a column of ids;
+    otherwise, with a config, `actor_infer.generating_args.num_return_sequences` neighbouring rows;
+    otherwise None."""
     for key in GROUP_COLUMNS:
         if key in data:
             return group_index(len(data), ids=data[key])

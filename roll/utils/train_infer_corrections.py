@@ -1,7 +1,9 @@
-"""Train/infer correction of a batch: importance weights, token filters and metrics as the configuration asks for them.
+"""Train/infer correction of a batch: importance weights, token filters and metrics as the
+configuration asks for them.
 
-The mathematics is in `roll.algorithms.off_policy`. Metrics keep ROLL's names; all of them are parts of the whole
-optimizer step (`@sum`), `train_infer_final_mask_mean` included, which ROLL averages over micro-batches.
+The mathematics is in `roll.algorithms.off_policy`. Metrics keep ROLL's names; all of them are parts
+of the whole optimizer step (`@sum`), `train_infer_final_mask_mean` included, which ROLL averages
+over micro-batches.
 """
 
 from collections.abc import Sequence
@@ -32,8 +34,9 @@ FILTER_MASK = "train_infer_filter_mask"
 
 @dataclass(frozen=True)
 class TrainInferCorrection:
-    """weight_BT multiplies the loss (1 where masked, and everywhere when weights are off); keep_BT, bool, is False on
-    tokens that a filter drops and True everywhere else, masked positions included; metrics are 0-d tensors."""
+    """weight_BT multiplies the loss (1 where masked, and everywhere when weights are off); keep_BT,
+    bool, is False on tokens that a filter drops and True everywhere else, masked positions
+    included; metrics are 0-d tensors."""
 
     weight_BT: Tensor
     keep_BT: Tensor
@@ -54,8 +57,8 @@ def train_infer_correction(
     num_tokens: Count | None = None,
     num_sequences: Count | None = None,
 ) -> TrainInferCorrection:
-    """Weights and filters from the log-probabilities of the trainer (old) and of the engine (infer). The counts are
-    those of the optimizer step, by default those of `mask_BT`."""
+    """Weights and filters from the log-probabilities of the trainer (old) and of the engine
+    (infer). The counts are those of the optimizer step, by default those of `mask_BT`."""
     gap = train_infer_gap(
         old_log_probs_BT=old_log_probs_BT, infer_log_probs_BT=infer_log_probs_BT, mask_BT=mask_BT
     )
@@ -118,16 +121,18 @@ def apply_train_infer_correction_to_batch(
     stat_mask_key: str = "response_mask",
     update_mask_keys: Sequence[str] | None = None,
 ) -> tuple[DataProto, dict[str, float]]:
-    """Correction of a whole batch on the driver, from its columns `old_log_probs` and `infer_logprobs`.
+    """Correction of a whole batch on the driver, from its columns `old_log_probs` and
+    `infer_logprobs`.
 
-    Returns (a batch with the new columns `train_infer_is_weight` and `train_infer_filter_mask`, both (B, T); metrics).
-    The losses read both. The masks stay as they are, so that filtered tokens leave the numerator of the loss but not
-    its counts, and a dropped token does not split a turn in two; this differs from ROLL, which edits
-    `stat_mask_key`. Masks named in `update_mask_keys` are filtered as well: (B, T) masks directly, (B, S) masks on
-    columns 1 and up.
+    Returns (a batch with the new columns `train_infer_is_weight` and `train_infer_filter_mask`,
+    both (B, T); metrics). The losses read both. The masks stay as they are, so that filtered tokens
+    leave the numerator of the loss but not its counts, and a dropped token does not split a turn in
+    two; this differs from ROLL, which edits `stat_mask_key`. Masks named in `update_mask_keys` are
+    filtered as well: (B, T) masks directly, (B, S) masks on columns 1 and up.
 
-    Without `infer_logprobs` or `old_log_probs` there is nothing to correct: the weights are 1 and there are no metrics.
-    That is a KeyError when `pipeline_config.train_infer_correction` enables weights or filters.
+    Without `infer_logprobs` or `old_log_probs` there is nothing to correct: the weights are 1 and
+    there are no metrics. That is a KeyError when `pipeline_config.train_infer_correction` enables
+    weights or filters.
     """
     cfg = pipeline_config.train_infer_correction
     width = batch["response_mask"].shape[1] - 1

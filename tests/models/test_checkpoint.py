@@ -16,6 +16,7 @@ from torch import nn
 from training_setup import PROBES, make_config
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from roll.algorithms.kl import AdaptiveKLController
 from roll.algorithms.rewards import RunningMoments
 from roll.configs.arguments import ModelArguments
 from roll.datasets.sampler import EpochSampler
@@ -37,7 +38,6 @@ from roll.models.checkpoint import (
 )
 from roll.models.lora import adapter_disabled, add_lora
 from roll.models.model_providers import default_actor_model_provider
-from roll.utils.kl_controller import AdaptiveKLController
 
 TESTS = str(Path(__file__).parents[1])
 

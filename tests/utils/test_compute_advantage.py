@@ -18,6 +18,7 @@ from reward_batches import (
 )
 from torch import Tensor
 
+from roll.algorithms.kl import AdaptiveKLController, FixedKLController
 from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import ConfigError
 from roll.pipeline.agentic.utils import (
@@ -38,7 +39,6 @@ from roll.utils.functionals import (
     reward_postprocess,
     union_two_dict,
 )
-from roll.utils.kl_controller import AdaptiveKLController, FixedKLController
 
 
 def test_ad8_columns_are_written_on_a_new_batch_only():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from loss_cases import GARBAGE, random_mask
 from reward_batches import NAN, assert_unchanged, reward_config, scored, snapshot, token_batch
 
+from roll.algorithms.kl import AdaptiveKLController, FixedKLController
 from roll.distributed.scheduler.protocol import DataProto
-from roll.utils import functionals
 from roll.utils.functionals import (
     RunningMoments,
     agg_loss,
@@ -32,21 +32,8 @@ from roll.utils.functionals import (
     reward_norm,
     reward_postprocess,
 )
-from roll.utils.kl_controller import AdaptiveKLController, FixedKLController
 
 # every name that code written for ROLL imports
-
-
-def test_public_names():
-    names = """RunningMoments compute_approx_kl compute_clip_fraction log_probs_from_logits entropy_from_logits agg_loss
-        masked_mean masked_sum masked_var masked_whiten masked_normalize response_level_masked_whiten get_eos_mask
-        get_pad_mask reduce_metrics reduce_metrics_list append_to_dict flatten_sum pad_to_length adjust_sequence_length
-        concatenate_input_and_output gather_unpadded_input_ids compute_reinforce_return compute_gae_advantage_return
-        expand_to_token_level reward_norm group_reward_norm difficulty_mask compute_token_reward reward_postprocess
-        get_sample_level_mask apply_kl_penalty compute_advantage separate_prompt_response aggregate_metrics
-        batch_balance get_seqlen_balanced_partitions log_seqlen_unbalance union_two_dict divide_by_chunk_size
-        traverse_obj filter_func_args"""
-    assert set(names.split()) <= set(functionals.__all__) <= set(dir(functionals))
 
 
 # reward_postprocess

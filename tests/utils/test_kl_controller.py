@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from roll.utils.kl_controller import AdaptiveKLController, FixedKLController, get_kl_controller
+from roll.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller
 
 
 def test_adaptive_by_hand():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roll.utils.sequences import (
+from roll.utils.functionals import (
     adjust_sequence_length,
     concatenate_input_and_output,
     gather_unpadded_input_ids,

@@ -56,7 +56,7 @@ class ActorWorker(BaseActorWorker):
         Args:
             data: as for the base class; `final_response_mask` (B, S-1), default `response_mask`;
                 `sample_weights` (B,) if row weights are on.
-            output_tensor: the model's logits (B, S, V), or hidden states with the head as `LinearLogits`.
+            output_tensor: logits (B, S, V), or hidden states with the head as `LinearLogits`.
         """
         config = self.pipeline_config
         terms = self.policy_terms(data, output_tensor, _mask_key(data))

@@ -129,7 +129,8 @@ def aggregate_metrics(
         mode = metrics_agg_mode.get(name, "mean")
         if mode not in HISTORY_REDUCERS:
             raise ValueError(
-                f"metric {name!r} has the unknown mode {mode!r}; known: {', '.join(HISTORY_REDUCERS)}"
+                f"metric {name!r} has the unknown mode {mode!r}; known: "
+                f"{', '.join(HISTORY_REDUCERS)}"
             )
         aggregated[name] = float(
             HISTORY_REDUCERS[mode](np.asarray([float(value) for value in values]))
