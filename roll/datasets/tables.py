@@ -41,6 +41,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(:\w+)?")
 # Files that Hugging Face tools put beside the data.
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json")
 _NUM_LISTED = 12
+_NOT_UTF8 = "is not UTF-8 text, save the file as UTF-8"
 _UTF8_BOM = b"\xef\xbb\xbf"
 _ARROW_FILE_MAGIC = b"ARROW1"
 _JSON_TYPES: dict[type, str] = {
@@ -344,11 +345,7 @@ def _read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise _not_utf8(f"{path}:{line}", error) from error
-
-
-def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    return DataError(f"{where}: is not UTF-8 text ({error.reason}); save the file as UTF-8")
+        raise DataError(f"{path}:{line}: {_NOT_UTF8} ({error.reason})") from error
 
 
 class _JsonLines:
@@ -384,7 +381,7 @@ def _json_lines(content: bytes | mmap.mmap, name: str) -> Table:
         try:
             row = json.loads(text.decode())
         except UnicodeDecodeError as error:
-            raise _not_utf8(f"{name}:{line}", error) from error
+            raise DataError(f"{name}:{line}: {_NOT_UTF8} ({error.reason})") from error
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{name}:{line}: is not valid JSON: {error.msg} at column {error.colno}. "

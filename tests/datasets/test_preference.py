@@ -363,6 +363,13 @@ def test_a_template_that_rewrites_the_prompt_when_the_answer_follows():
     dataset = encode(row("<think>a</think>b", "A", "B"), row("b", "A", "B"), tokenizer=tokenizer)
     assert reasons(dataset) == {"prompt_rewritten": 1}
     assert split(dataset)[0] == "[user]b[assistant]"
+    # One that only opens the answer in another way does not rewrite the prompt.
+    other = (
+        "{% for m in messages %}{{ '<' if m.role == 'assistant' else '[' }}{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}#{% endif %}"
+    )
+    dataset = encode(row("b", "A", "B"), tokenizer=bpe_tokenizer(chat_template=other))
+    assert reasons(dataset) == {} and split(dataset) == ("[b", "<A")
 
 
 def test_the_lengths_in_the_summary_are_those_of_the_rows():

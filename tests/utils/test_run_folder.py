@@ -40,11 +40,11 @@ def test_a_run_that_failed_before_its_first_step_gives_its_name_back(tmp_path):
 
 def test_true_continues_the_newest_run_that_has_a_complete_checkpoint(tmp_path):
     assert open_run(tmp_path, "exp", True).checkpoint is None  # nothing to continue: a new run
-    make_run(tmp_path, steps=(2, 4))
-    make_run(tmp_path)
+    for steps in ((2, 4), (1, 3), ()):  # the first one takes the empty folder again
+        run = make_run(tmp_path, steps=steps)
+    assert run.name == "exp-3"
     found = open_run(tmp_path, "exp", True)
-    # The first call above made `exp`, which stayed empty and was taken again.
-    assert (found.path.name, found.checkpoint) == ("exp", checkpoint_folder(tmp_path / "exp", 4))
+    assert (found.path.name, found.checkpoint) == ("exp-2", checkpoint_folder(found.path, 3))
 
 
 def test_a_path_names_a_run_or_a_checkpoint(tmp_path):
