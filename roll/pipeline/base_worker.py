@@ -1,4 +1,4 @@
-"""The workers that hold a model, shared by the pipelines: what they are asked to do, and what their loss is made of."""
+"""The workers of the pipelines that hold a model: what they do, and what their loss is made of."""
 
 import asyncio
 from collections.abc import Collection
@@ -47,7 +47,7 @@ compute_segment_masked_mean = segment_masked_mean  # ROLL's name
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """The columns that a policy loss is made of, each (B, T), and the counts that it is divided by."""
+    """The columns that a policy loss is made of, each (B, T), and the counts that divide it."""
 
     log_probs_BT: Tensor
     old_log_probs_BT: Tensor
@@ -60,7 +60,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True)
 class LossCorrection:
-    """What train/infer correction does to a policy loss: None for what is off; metrics are 0-d tensors."""
+    """What train/infer correction does to a policy loss; None for what is off."""
 
     is_weight_BT: Tensor | None
     keep_BT: Tensor | None
@@ -92,18 +92,19 @@ class ActorWorker(ModelWorker):
         super().initialize(pipeline_config)
 
     def loss_func(self, data: DataProto, output_tensor: ModelOutput) -> tuple[Tensor, Metrics]:
-        """The policy loss with one ratio for each token, turn or row (`ratio_type`), corrected for the
-        gap to the inference engine. Rows may be trajectories of several turns, with gaps in the mask.
+        """The policy loss with one ratio for each token, turn or row (`ratio_type`), corrected for
+        the gap to the inference engine. Rows may have several turns, with gaps in the mask.
 
         Args:
-            data: `input_ids`, `response_mask` (B, S); `advantages` (B, S-1); `old_log_probs` (B, S-1),
-                see `get_old_log_probs_with_cache`; `ref_log_probs` (B, S-1) if the KL loss is on, for its
-                metric otherwise; `infer_logprobs` (B, S-1), the engine's, if `train_infer_correction` is on.
-            output_tensor: the model's logits (B, S, V), or hidden states with the head as `LinearLogits`.
+            data: `input_ids`, `response_mask` (B, S); `advantages` (B, S-1); `old_log_probs`
+                (B, S-1), see `get_old_log_probs_with_cache`; `ref_log_probs` (B, S-1) if the KL
+                loss is on, for its metric otherwise; `infer_logprobs` (B, S-1), the engine's, if
+                `train_infer_correction` is on.
+            output_tensor: logits (B, S, V), or hidden states with the head as `LinearLogits`.
 
         Returns:
-            (loss, metrics): a part of the loss of the optimizer step that `meta_info` counts, or that
-            of the batch alone when `meta_info` has no counts.
+            (loss, metrics): a part of the loss of the optimizer step that `meta_info` counts, or
+            that of the batch alone when `meta_info` has no counts.
         """
         terms = self.policy_terms(data, output_tensor)
         correction = self.train_infer_correction(data, terms)
@@ -116,15 +117,14 @@ class ActorWorker(ModelWorker):
         metrics = self.policy_metrics(loss, terms, data) | correction.metrics
         return loss.total, report(metrics, loss.mask_BT)
 
-    # -- training and scoring ----------------------------------------------------------------------------------------
+    # -- training and scoring ----------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
     def train_step(self, data: DataProto) -> DataProto:
-        """Train on all rows, `ppo_epochs` times, in optimizer steps of `rows_per_optimizer_step` rows a rank.
+        """Train on all rows, `ppo_epochs` times, with `rows_per_optimizer_step` rows a rank.
 
-        Which rows make up a step is drawn over the rows of all ranks from the run's seed and step, so it does not
-        depend on the number of ranks. Returns no rows, only `meta_info["metrics"]`; `actor/sampling_*` are averages
-        over the updates, and `actor/first_*` the same at the first one, before any weight has changed.
+        Returns no rows, only `meta_info["metrics"]`; `actor/sampling_*` are averages over the
+        updates, and `actor/first_*` the same at the first, before any weight has changed.
         """
         metrics: dict[str, Any] = {}
         first: dict[str, Any] = {}
@@ -137,13 +137,12 @@ class ActorWorker(ModelWorker):
                     first = first_update_metrics(update)
                 append_to_dict(metrics, update)
             self.clear_old_log_probs_cache()
-        return DataProto(
-            meta_info={"metrics": self.step_metrics("actor", metrics, len(steps)) | first}
-        )
+        metrics = self.step_metrics("actor", metrics, len(steps)) | first
+        return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST)
     def compute_log_probs(self, data: DataProto) -> DataProto:
-        """Log-probability and entropy of every response token: `log_probs`, `entropy`, (rows, S-1), 0 elsewhere.
+        """`log_probs` and `entropy` of every response token, each (rows, S-1), 0 elsewhere.
 
         `meta_info["disable_adapter"]` asks a LoRA model as it was before training.
         """
@@ -161,13 +160,13 @@ class ActorWorker(ModelWorker):
         assert entropy_BT is not None
         return log_probs_BT, {"log_probs": log_probs_BT, "entropy": entropy_BT}
 
-    # -- parts of a policy loss --------------------------------------------------------------------------------------
+    # -- parts of a policy loss --------------------------------------------------------------------
 
     def policy_terms(
         self, data: DataProto, output_tensor: ModelOutput, mask_key: str = "response_mask"
     ) -> PolicyTerms:
-        """Gather what the loss needs. `mask_key` names the tokens that take part: (B, S) `response_mask`, or a column
-        (B, S-1) that selects among them."""
+        """Gather what the loss needs. `mask_key` names the tokens that take part: (B, S)
+        `response_mask`, or a column (B, S-1) that selects among them."""
         config = self.pipeline_config
         mask_BT = loss_mask(data, mask_key)
         log_probs_BT, entropy_BT = self.score(
@@ -193,27 +192,16 @@ class ActorWorker(ModelWorker):
         *,
         with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities of the next tokens, their entropy), each (B, S-1) and exactly 0 where `mask_BT` is."""
-        mask_BS = F.pad(mask_BT, (1, 0))
+        """(log-probs of the next tokens, their entropy), each (B, S-1), exactly 0 off `mask_BT`."""
+        mask_BS, input_ids = F.pad(mask_BT, (1, 0)), data["input_ids"]
+        options = {"temperature": self.log_prob_temperature, "with_entropy": with_entropy}
         if self.strategy is None:
-            return next_token_log_probs(
-                output_tensor,
-                data["input_ids"],
-                mask_BS,
-                temperature=self.log_prob_temperature,
-                with_entropy=with_entropy,
-            )
+            return next_token_log_probs(output_tensor, input_ids, mask_BS, **options)
         if hasattr(self.strategy, "score"):
-            return self.strategy.score(
-                output_tensor,
-                data["input_ids"],
-                mask_BS,
-                temperature=self.log_prob_temperature,
-                with_entropy=with_entropy,
-            )
-        # A strategy with ROLL's interface scores in two calls.
+            return self.strategy.score(output_tensor, input_ids, mask_BS, **options)
+        # A strategy with ROLL's interface computes them in two calls.
         log_probs_BT = self.strategy.op_compute_log_probs(
-            logits=output_tensor, input_ids=data["input_ids"], attention_mask=mask_BS
+            logits=output_tensor, input_ids=input_ids, attention_mask=mask_BS
         )
         if not with_entropy:
             return log_probs_BT, None
@@ -222,8 +210,8 @@ class ActorWorker(ModelWorker):
         )
 
     def policy_loss(self, terms: PolicyTerms, *, ratio_type: str, **options: Any) -> PolicyLoss:
-        """The loss that the configuration describes, with ROLL's names for `ratio_type`; `options` are further
-        arguments of `roll.algorithms.policy_loss.policy_loss`."""
+        """The loss that the configuration describes, with ROLL's names for `ratio_type`; `options`
+        are further arguments of `roll.algorithms.policy_loss.policy_loss`."""
         config = self.pipeline_config
         return policy_loss(
             log_probs_BT=terms.log_probs_BT,
@@ -246,8 +234,7 @@ class ActorWorker(ModelWorker):
     def policy_metrics(
         self, loss: PolicyLoss, terms: PolicyTerms, data: DataProto | None = None
     ) -> dict[str, Scalar]:
-        """ROLL's metrics of the update. With the batch, also the gap to
-        the log-probabilities of sampling, if it has them."""
+        """ROLL's metrics of the update; with the batch, also the gap to the engine's log-probs."""
         metrics = policy_metrics(loss)
         if data is not None and "infer_logprobs" in data:
             metrics |= sampling_metrics(
@@ -258,8 +245,8 @@ class ActorWorker(ModelWorker):
     def train_infer_correction(self, data: DataProto, terms: PolicyTerms) -> LossCorrection:
         """Weights and filter of the loss against the gap to the inference engine.
 
-        When old log-probabilities are recomputed, the driver made both columns before the step
-        (`apply_train_infer_correction_to_batch`) and reported the metrics. Otherwise both are made here.
+        When old log-probs are recomputed, the driver made both columns before the step
+        (`apply_train_infer_correction_to_batch`) and reported the metrics; else they are made here.
         """
         config = self.pipeline_config
         cfg = config.train_infer_correction
@@ -285,19 +272,19 @@ class ActorWorker(ModelWorker):
             correction.metrics,
         )
 
-    # -- old log-probabilities ---------------------------------------------------------------------------------------
+    # -- old log-probabilities ---------------------------------------------------------------------
 
     def get_old_log_probs_with_cache(
         self, data: DataProto, log_probs: Tensor, mask_BT: Tensor | None = None
     ) -> Tensor:
-        """Log-probabilities of the policy before this training step, (B, S-1), without gradient.
+        """Log-probs of the policy before this training step, (B, S-1), without gradient.
 
-        With `enable_old_logprobs_recompute` they are the column `old_log_probs`. Otherwise the policy that a sample
-        meets first in the step counts as the old one: the current `log_probs` then, and, when there are more epochs,
-        what is kept of them under the row's `sample_uuid`. Rows without `sample_uuid` use the column if it has
-        numbers. A column of integers is a placeholder for log-probabilities that nobody computed, and is never used.
-
-        Kept are the values of the tokens under the mask, so later epochs may see the row in a batch of another width.
+        With `enable_old_logprobs_recompute` they are the column `old_log_probs`. Otherwise the
+        policy that a sample meets first in the step counts as the old one: the current `log_probs`
+        then, and, when there are more epochs, what is kept of them under the row's `sample_uuid`.
+        Rows without `sample_uuid` use the column if it has numbers; a column of integers is a
+        placeholder, and is never used. Kept are the values of the tokens under the mask, so later
+        epochs may see the row in a batch of another width.
         """
         config = self.pipeline_config
         given = optional_column(data, "old_log_probs")
@@ -306,7 +293,8 @@ class ActorWorker(ModelWorker):
             if is_placeholder:
                 found = "no such column" if given is None else f"{given.dtype}, a placeholder"
                 raise KeyError(
-                    f"enable_old_logprobs_recompute needs the column 'old_log_probs' as floats; found {found}"
+                    "enable_old_logprobs_recompute needs the column 'old_log_probs' as floats; "
+                    f"found {found}"
                 )
             return given
         if "sample_uuid" in data:
@@ -316,8 +304,9 @@ class ActorWorker(ModelWorker):
             return given
         if config.ppo_epochs > 1:
             raise KeyError(
-                f"ppo_epochs={config.ppo_epochs} needs the old log-probabilities of the first epoch: give the batch "
-                "the column 'old_log_probs' (enable_old_logprobs_recompute), or 'sample_uuid' to remember them by"
+                f"ppo_epochs={config.ppo_epochs} needs the old log-probabilities of the first "
+                "epoch: give the batch the column 'old_log_probs' (enable_old_logprobs_recompute), "
+                "or 'sample_uuid' to remember them by"
             )
         return log_probs.detach()
 
@@ -334,14 +323,15 @@ class ActorWorker(ModelWorker):
         for uuid, hit, length in zip(uuids, hits, lengths, strict=True):
             if hit and len(cache[uuid]) != length:
                 raise ValueError(
-                    f"sample {uuid!r} has {length} response tokens, but had {len(cache[uuid])} when its old "
-                    "log-probabilities were kept; is sample_uuid unique, and was the cache cleared between steps?"
+                    f"sample {uuid!r} has {length} response tokens, but had {len(cache[uuid])} "
+                    "when its old log-probabilities were kept; is sample_uuid unique, and was the "
+                    "cache cleared between steps?"
                 )
         if not all(hits):
             rows = log_probs_BT[mask_BT].cpu().split(lengths)
-            cache.update(
-                {uuid: row for uuid, row, hit in zip(uuids, rows, hits, strict=True) if not hit}
-            )
+            for uuid, row, hit in zip(uuids, rows, hits, strict=True):
+                if not hit:
+                    cache[uuid] = row
         if not any(hits):
             return log_probs_BT
         # In row-major order, the order of the rows' values one after the other.
@@ -352,15 +342,12 @@ class ActorWorker(ModelWorker):
 
 def first_update_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     """`actor/sampling_*` of one optimizer step, under the names `actor/first_*`."""
-    renamed = {
-        key: key.replace("actor/sampling_", "actor/first_", 1)
-        for key in metrics
-        if "/sampling_" in key
-    }
-    return {
-        name: flatten_sum(metrics[key]) if key.endswith("@sum") else metrics[key]
-        for key, name in renamed.items()
-    }
+    first = {}
+    for key, value in metrics.items():
+        if "/sampling_" in key:
+            name = key.replace("actor/sampling_", "actor/first_", 1)
+            first[name] = flatten_sum(value) if key.endswith("@sum") else value
+    return first
 
 
 class CriticWorker(ModelWorker):
@@ -369,7 +356,7 @@ class CriticWorker(ModelWorker):
     model_provider = staticmethod(default_value_model_provider)
 
     def loss_func(self, data: DataProto, output_tensor: Tensor) -> tuple[Tensor, Metrics]:
-        """Squared error to `returns`, clipped around the old `values` when `value_clip` is set; both (B, S-1)."""
+        """Squared error to `returns`, clipped around the old `values` by `value_clip`; (B, S-1)."""
         mask_BT = loss_mask(data)
         result = value_loss(
             values_BT=self.predicted_values(output_tensor),
@@ -391,7 +378,7 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def compute_values(self, data: DataProto) -> DataProto:
-        """The value before every token: `values`, (rows, S-1), 0 where there is no response token."""
+        """`values`, (rows, S-1): the value before every response token, 0 elsewhere."""
         metrics: dict[str, Any] = {}
         with self.timed("compute_values", metrics):
             results = self.strategy.forward_step(data, self.forward_func_values)
@@ -405,7 +392,7 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
     def train_step(self, data: DataProto) -> DataProto:
-        """Train once on all rows, in optimizer steps as the actor's. Returns only `meta_info["metrics"]`."""
+        """Train once on all rows, in optimizer steps as the actor's; only metrics come back."""
         metrics: dict[str, Any] = {}
         with self.timed("train_step", metrics):
             steps = list(self.optimizer_steps(data, epochs=1))
@@ -415,7 +402,7 @@ class CriticWorker(ModelWorker):
 
     @staticmethod
     def predicted_values(output_tensor: Tensor) -> Tensor:
-        """(B, S-1) from the value head's (B, S, 1) or (B, S): column t is the value before token t+1."""
+        """(B, S-1) from (B, S, 1) or (B, S): column t is the value before token t+1."""
         values_BS = output_tensor.squeeze(-1) if output_tensor.ndim == 3 else output_tensor
         return values_BS[:, :-1]
 
@@ -427,8 +414,8 @@ class RewardWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
     def compute_rewards(self, data: DataProto) -> DataProto:
-        """`response_level_rewards` (rows,), and `token_level_rewards` (rows, S-1), which is 0 everywhere: a model of
-        whole answers says nothing about tokens."""
+        """`response_level_rewards` (rows,), and `token_level_rewards` (rows, S-1), 0 everywhere: a
+        model of whole answers says nothing about tokens."""
         metrics: dict[str, Any] = {}
         with self.timed("compute_rewards", metrics):
             rewards_B = self.strategy.forward_step(data, self.forward_func_rewards)["rewards"]
@@ -442,13 +429,13 @@ class RewardWorker(ModelWorker):
     def forward_func_rewards(
         data: DataProto, output_tensor: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The score of a sequence classifier (rows, 1), or of a token classifier (rows, S, 1) at the last token."""
+        """The score of a sequence classifier (rows, 1), or of a token classifier (rows, S, 1) at
+        the last token."""
         scores_B = output_tensor.squeeze(-1).float()
         if scores_B.ndim == 2:
             attended = data["attention_mask"]
-            last_B = (
-                torch.arange(attended.shape[1], device=attended.device) * (attended != 0)
-            ).argmax(1)
+            places_S = torch.arange(attended.shape[1], device=attended.device)
+            last_B = (places_S * (attended != 0)).argmax(1)
             scores_B = scores_B.gather(1, last_B[:, None])[:, 0]
         return scores_B, {"rewards": scores_B}
 

@@ -322,9 +322,7 @@ def _split(value: Any, dp_size: int, label: str) -> list[Any]:
     pieces = list(value.chunk(chunks=dp_size))
     if len(pieces) != dp_size:
         kind = type(value).__name__
-        raise ValueError(
-            f"{label}: {kind}.chunk(chunks={dp_size}) gave {len(pieces)} pieces, one per DP rank expected"
-        )
+        raise ValueError(f"{label}: {kind}.chunk(chunks={dp_size}) gave {len(pieces)} pieces")
     return pieces
 
 

@@ -407,7 +407,7 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDictBase | None:
-        """The tensor columns, None if there are none. What Ray has lent is copied on first reading."""
+        """The tensor columns, None if there are none. What Ray lends is copied on first reading."""
         if isinstance(self._batch, LentColumns):
             self._batch = self._batch.own()
         return self._batch

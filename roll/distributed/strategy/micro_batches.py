@@ -1,7 +1,8 @@
-"""How the rows of one step are cut into micro-batches, and each micro-batch trimmed to its own longest row.
+"""How the rows of one step are cut into micro-batches, each trimmed to its own longest row.
 
-A row occupies a window of columns, from its first attended token to its last. A micro-batch keeps the columns of the
-union of its rows' windows, so padding outside of it costs nothing. Everything here is index arithmetic on the CPU.
+A row occupies a window of columns, from its first attended token to its last. A micro-batch keeps
+the columns of the union of its rows' windows, so padding outside of it costs nothing. Everything
+here is index arithmetic on the CPU.
 """
 
 from collections.abc import Sequence
@@ -25,42 +26,38 @@ class MicroBatch:
     stop: int
 
     def widen(self, token_values: Tensor, full_width: int) -> Tensor:
-        """Put per-token results of this micro-batch, (rows, stop-start-1, ...), back into full_width - 1 columns."""
-        wide = token_values.new_zeros(
-            (token_values.shape[0], full_width - 1, *token_values.shape[2:])
-        )
+        """Per-token results, (rows, stop-start-1, ...), put back into full_width - 1 columns."""
+        shape = (token_values.shape[0], full_width - 1, *token_values.shape[2:])
+        wide = token_values.new_zeros(shape)
         wide[:, self.start : self.stop - 1] = token_values
         return wide
 
 
 def row_windows(attention_mask_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """First attended column and one past the last, for each row; (0, 0) for a row without attended tokens."""
+    """First attended column of each row and one past the last; (0, 0) for a row without any."""
     attended = attention_mask_BS != 0
-    width = attended.shape[1]
     any_attended = attended.any(dim=1)
     first = attended.to(torch.int8).argmax(dim=1)
-    stop = width - attended.flip(1).to(torch.int8).argmax(dim=1)
+    stop = attended.shape[1] - attended.flip(1).to(torch.int8).argmax(dim=1)
     zero = torch.zeros_like(first)
     return torch.where(any_attended, first, zero), torch.where(any_attended, stop, zero)
 
 
 def plan_by_rows(num_rows: int, rows_per_micro_batch: int) -> list[Rows]:
-    """Consecutive micro-batches of at most `rows_per_micro_batch` rows. Example: 5 rows by 2 -> [0,1] [2,3] [4]."""
+    """Consecutive micro-batches. Example: 5 rows by 2 -> [0,1] [2,3] [4]."""
     if rows_per_micro_batch < 1:
         raise ValueError(f"a micro-batch needs at least one row, got {rows_per_micro_batch}")
-    return [
-        list(range(start, min(start + rows_per_micro_batch, num_rows)))
-        for start in range(0, num_rows, rows_per_micro_batch)
-    ]
+    starts = range(0, num_rows, rows_per_micro_batch)
+    return [list(range(start, min(start + rows_per_micro_batch, num_rows))) for start in starts]
 
 
 def plan_by_tokens(
     lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, unit: int = 1
 ) -> list[Rows]:
-    """Micro-batches of rows of similar length whose padded size, rows x longest row, stays within `max_tokens`.
+    """Micro-batches of rows of similar length; rows x longest row stays within `max_tokens`.
 
-    `unit` consecutive rows are never separated (2 for chosen/rejected pairs). A unit that alone exceeds the budget
-    gets a micro-batch of its own: leaving it out would change the gradient.
+    `unit` consecutive rows are never separated (2 for chosen/rejected pairs). A unit that alone
+    exceeds the budget gets a micro-batch of its own: leaving it out would change the gradient.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens_per_microbatch must be positive, got {max_tokens}")
@@ -69,20 +66,19 @@ def plan_by_tokens(
     units = [max(lengths[i : i + unit]) for i in range(0, len(lengths), unit)]
     plan: list[Rows] = []
     width = 0
+    # From long to short, so that the first row of a micro-batch sets its width.
     for index in sorted(range(len(units)), key=lambda i: (-units[i], i)):
-        longest = -(-max(units[index], 1) // round_to) * round_to
         rows = list(range(index * unit, (index + 1) * unit))
-        # Sorted from long to short, so the first row of a micro-batch sets its width.
         if plan and (len(plan[-1]) + unit) * width <= max_tokens:
             plan[-1].extend(rows)
         else:
             plan.append(rows)
-            width = longest
+            width = -(-max(units[index], 1) // round_to) * round_to
     return plan
 
 
 def cut_by_tokens(num_tokens: Sequence[int], max_tokens: int, *, unit: int = 1) -> list[slice]:
-    """Consecutive rows that have at most `max_tokens` together, or are one unit of rows, which is never separated.
+    """Consecutive rows of at most `max_tokens` together, or one unit of rows, never separated.
 
     Example: rows of 3, 1, 2, 5 tokens by 4 -> [0:2] [2:3] [3:4].
     """
@@ -100,10 +96,10 @@ def cut_by_tokens(num_tokens: Sequence[int], max_tokens: int, *, unit: int = 1) 
 
 
 def split_to(plan: list[Rows], num_micro_batches: int, *, unit: int = 1) -> list[Rows]:
-    """Cut the largest micro-batches until there are `num_micro_batches`, filling with empty ones when rows run out.
+    """Cut the largest micro-batches until there are enough; empty ones when rows run out.
 
-    Ranks whose model is sharded meet in every forward and backward pass, so all of them must run equally many; an
-    empty micro-batch takes part with a zero loss.
+    Ranks whose model is sharded meet in every forward and backward pass, so all of them must run
+    equally many; an empty micro-batch takes part with a zero loss.
     """
     plan = [list(rows) for rows in plan]
     while len(plan) < num_micro_batches:
@@ -118,7 +114,7 @@ def split_to(plan: list[Rows], num_micro_batches: int, *, unit: int = 1) -> list
 
 
 def make_micro_batch(batch: DataProto, rows: Rows, *, round_to: int = 1) -> MicroBatch:
-    """Select `rows` and narrow every tensor of the full width S, or S-1, to the columns that these rows attend to."""
+    """Select `rows`; narrow tensors of width S, or S-1, to the columns that the rows attend to."""
     is_all = rows == list(range(len(batch)))
     selected = batch.slice() if is_all else batch.select_idxs(rows)
     attention_mask = selected["attention_mask"]
@@ -128,19 +124,13 @@ def make_micro_batch(batch: DataProto, rows: Rows, *, round_to: int = 1) -> Micr
     # At least two columns, so that there is a prediction to make.
     end = min(full_width, max(end, begin + -(-(end - begin) // round_to) * round_to, begin + 2))
     begin = max(0, min(begin, end - 2))
-    if (begin, end) == (0, full_width):  # the usual case, and nothing to cut
-        selected.meta_info = batch.meta_info
-        return MicroBatch(selected, rows, begin, end)
-    assert selected.batch is not None
-    narrowed: dict[str, Tensor] = {}
-    for key in selected.batch.keys():
-        value = selected[key]
-        if value.dim() >= 2 and value.shape[1] == full_width:
-            value = value[:, begin:end]
-        elif value.dim() >= 2 and value.shape[1] == full_width - 1:
-            value = value[:, begin : end - 1]
-        narrowed[key] = value
-    data = DataProto.from_dict(
-        narrowed, non_tensors=selected.non_tensor_batch, meta_info=batch.meta_info
-    )
-    return MicroBatch(data, rows, begin, end)
+    selected.meta_info = batch.meta_info
+    if (begin, end) != (0, full_width):
+        assert selected.batch is not None
+        for key in list(selected.batch.keys()):
+            value = selected[key]
+            if value.dim() >= 2 and value.shape[1] == full_width:
+                selected[key] = value[:, begin:end]
+            elif value.dim() >= 2 and value.shape[1] == full_width - 1:
+                selected[key] = value[:, begin : end - 1]
+    return MicroBatch(selected, rows, begin, end)
