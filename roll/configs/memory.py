@@ -16,6 +16,7 @@ from pathlib import Path
 from roll.configs.base import Problem
 from roll.configs.model_files import cached_snapshot, model_of_run, read_json, saved_tensors
 from roll.configs.pipeline_config import BaseConfig
+from roll.configs.strategy_info import strategy_info
 from roll.configs.worker_config import WorkerConfig
 
 GIB = 1024**3
@@ -188,16 +189,14 @@ def memory_verdict(
 def _estimate(
     role: WorkerConfig, shape: ModelShape, sequence_length: int, *, rows_per_sample: int
 ) -> MemoryEstimate:
-    strategy, width = role.strategy_name or "", BYTES[role.model_args.dtype]
-    trains = strategy.endswith("_train")
-    shards = role.dp_size if strategy.startswith("fsdp2") else 1
-    zero = (
-        role.strategy_config.get("zero_optimization") if strategy.startswith("deepspeed") else None
-    )
+    info, width = strategy_info(str(role.strategy_name)), BYTES[role.model_args.dtype]
+    is_deepspeed = info.package == "deepspeed"
+    shards = role.dp_size if info.shards and not is_deepspeed else 1
+    zero = role.strategy_config.get("zero_optimization") if is_deepspeed else None
     zero = zero if isinstance(zero, Mapping) else {}
-    if strategy.startswith("deepspeed") and zero.get("stage") == 3:
+    if is_deepspeed and zero.get("stage") == 3:
         shards = role.dp_size
-    if not trains:
+    if not info.trains:
         tokens = role.infer_batch_size * rows_per_sample * sequence_length
         activations = tokens * shape.hidden * width * (LAYER_ACTIVATIONS // 2) + _logits(
             tokens, shape
@@ -206,7 +205,7 @@ def _estimate(
     if role.model_args.is_lora:
         # Frozen weights; the adapters' own states are a rounding error beside them.
         states = math.ceil(shape.parameters * width / shards)
-    elif strategy == "hf_train":
+    elif not info.shards:
         states = 4 * shape.parameters * width  # weights, gradients, two moments
     else:
         # Master weights, gradients and two moments in float32, cut over the ranks, and a layer or two in full.
