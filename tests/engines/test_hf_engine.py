@@ -1,4 +1,4 @@
-"""Our sampling loop: right tokens, right log-probabilities, and samples that do not know their neighbours."""
+"""Our sampling loop: right tokens and log-probs, and samples that do not know their neighbours."""
 
 import gc
 import random
@@ -63,6 +63,10 @@ def requests_of(*lengths, num_samples=1, **sampling):
 
 def facts(outputs):
     return {(output.request_id, output.sample_index): output for output in outputs}
+
+
+def one_by_one(engine, requests):
+    return facts([output for request in requests for output in engine.generate([request])])
 
 
 def check_same(one, other):
@@ -153,10 +157,7 @@ def test_log_probs_are_those_of_a_teacher_forced_forward(engine, sampling):
 def test_samples_do_not_depend_on_their_neighbours(engine):
     requests = requests_of(4, 4, 9, 1, 6, num_samples=3, temperature=1.2, top_p=0.95)
     together = facts(engine.generate(requests))
-    alone = {}
-    for request in requests:
-        alone |= facts(engine.generate([request]))
-    check_same(together, alone)
+    check_same(together, one_by_one(engine, requests))
     shuffled = random.Random(0).sample(requests, len(requests))
     check_same(together, facts(engine.generate(shuffled)))
     engine_of_two = make_engine(max_batch_size=2)
@@ -171,43 +172,30 @@ def test_padding_counts_neither_as_prompt_nor_as_repetition():
     engine = make_engine()
     engine.pad_token_id = 50  # a token like any other; 0 has logit 0, which no penalty changes
     requests = requests_of(1, 9, repetition_penalty=3.0)
-    check_same(
-        facts(engine.generate(requests)),
-        facts([output for request in requests for output in engine.generate([request])]),
-    )
+    check_same(facts(engine.generate(requests)), one_by_one(engine, requests))
 
 
-def test_outputs_come_in_the_order_of_requests_and_samples(engine):
-    requests = requests_of(9, 2, 5, num_samples=2)
-    outputs = engine.generate(requests)
-    assert [(output.request_id, output.sample_index) for output in outputs] == [
-        (f"r{request}", sample) for request in range(3) for sample in range(2)
-    ]
+def test_outputs_come_in_order_are_reported_once_and_carry_the_version(engine):
+    heard = []
+    engine.policy_version = 7
+    outputs = engine.generate(requests_of(9, 2, 5, num_samples=2), on_output=heard.append)
+    expected = [(f"r{request}", sample) for request in range(3) for sample in range(2)]
+    assert [(output.request_id, output.sample_index) for output in outputs] == expected
+    assert len(heard) == 6 and set(map(id, heard)) == set(map(id, outputs))
+    assert {output.policy_version for output in outputs} == {7}
+    assert engine.generate([]) == []
 
 
-def test_the_samples_of_a_group_are_those_of_separate_requests(engine):
+def test_seed_and_key_alone_make_the_sample(engine):
     (prompt,) = prompts(6)
+    state = torch.get_rng_state()
     group = engine.generate([request_of(prompt, num_samples=4, keys=("a", "b", "c", "d"))])
     separate = engine.generate([request_of(prompt, f"s{key}", keys=(key,)) for key in "abcd"])
     assert [output.token_ids for output in group] == [output.token_ids for output in separate]
     assert len({tuple(output.token_ids) for output in group}) == 4
-
-
-def test_seed_and_key_make_the_sample(engine):
-    (prompt,) = prompts(6)
-    first, again, other_seed, other_key = (
-        engine.generate([request_of(prompt, keys=(key,), seed=seed)])[0].token_ids
-        for key, seed in (("a", 0), ("a", 0), ("a", 1), ("b", 0))
-    )
-    assert first == again
-    assert first != other_seed and first != other_key
-
-
-def test_sampling_leaves_the_random_state_of_the_process_alone(engine):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    engine.generate(requests_of(4))
-    assert torch.equal(torch.get_rng_state(), before)
+    other_seed = engine.generate([request_of(prompt, keys=("a",), seed=1)])[0]
+    assert other_seed.token_ids != group[0].token_ids
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_requests_with_different_parameters_share_a_call(engine):
@@ -221,12 +209,10 @@ def test_requests_with_different_parameters_share_a_call(engine):
     ]
     together = facts(engine.generate(mixed))
     assert len(together["r2", 0].token_ids) <= 5
-    check_same(
-        together, facts([output for request in mixed for output in engine.generate([request])])
-    )
+    check_same(together, one_by_one(engine, mixed))
 
 
-# -- ends ------------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def test_a_response_ends_with_its_end_token(engine):
@@ -248,34 +234,21 @@ def test_rows_that_end_early_do_not_disturb_the_others():
     outputs = engine.generate(requests)
     lengths = {len(output.token_ids) for output in outputs}
     assert len(lengths) > 6
-    check_same(
-        facts(outputs),
-        facts([output for request in requests for output in engine.generate([request])]),
-    )
+    check_same(facts(outputs), one_by_one(engine, requests))
 
 
-def test_stop_ids_end_a_response():
+def test_stop_ids_end_tokens_and_limits_end_a_response():
     engine = make_engine(eos=())
     (prompt,) = prompts(5)
-    whole = engine.generate([request_of(prompt)])[0]
-    stop = whole.token_ids[3]
+    whole = engine.generate([request_of(prompt)])[0].token_ids
+    stop = whole[3]
     output = engine.generate([request_of(prompt, stop_token_ids=(stop,))])[0]
-    first = whole.token_ids.index(stop)
-    assert output.token_ids == whole.token_ids[: first + 1]
-    assert output.finish_reason == "stop"
-
-
-def test_an_end_token_may_come_first():
-    (prompt,) = prompts(5)
-    first = make_engine(eos=()).generate([request_of(prompt)])[0].token_ids[0]
-    output = make_engine(eos=(first,)).generate([request_of(prompt)])[0]
-    assert (output.token_ids, output.finish_reason) == ([first], "stop")
-
-
-def test_one_token_is_a_response():
-    output = make_engine(eos=()).generate([request_of((5,), max_new_tokens=1)])[0]
-    assert len(output.token_ids) == len(output.log_probs) == 1
-    assert output.finish_reason == "length"
+    assert output.token_ids == whole[: whole.index(stop) + 1] and output.finish_reason == "stop"
+    output = make_engine(eos=(whole[0],)).generate([request_of(prompt)])[0]
+    assert (output.token_ids, output.finish_reason) == (whole[:1], "stop")
+    output = engine.generate([request_of(prompt, max_new_tokens=1)])[0]
+    assert (output.token_ids, output.finish_reason) == (whole[:1], "length")
+    assert len(output.log_probs) == 1
 
 
 @pytest.mark.parametrize("include", [True, False])
@@ -286,49 +259,38 @@ def test_stop_strings_end_a_response_across_tokens(include):
     text = TOKENIZER.decode(whole.token_ids)
     stop = text[6:9]  # one character a token, so it spans three
     end = text.find(stop) + 3
-    output = engine.generate(
-        [
-            request_of(
-                prompt,
-                max_new_tokens=30,
-                stop_strings=("never", stop),
-                include_stop_str_in_output=include,
-            )
-        ]
-    )[0]
+    options = {"stop_strings": ("never", stop), "include_stop_str_in_output": include}
+    output = engine.generate([request_of(prompt, max_new_tokens=30, **options)])[0]
     assert output.finish_reason == "stop"
     assert TOKENIZER.decode(output.token_ids) == text[: end if include else end - 3]
     assert len(output.log_probs) == len(output.token_ids)
 
 
-def test_stop_strings_need_a_decoder():
-    engine = make_engine()
-    engine.decode = None
-    output = engine.generate([request_of((5, 6), stop_strings=("x",))])[0]
-    assert output.finish_reason == "error" and "no decoder" in output.error
-
-
-# -- requests that cannot be answered --------------------------------------------------------------------------------
+# -- requests that cannot be answered --------------------------------------------------------------
 
 
 def test_bad_requests_fail_alone_and_say_why():
     engine = make_engine(max_position_embeddings=32)
-    good = request_of(tuple(range(4, 10)), "good")
+    engine.decode = None
+    too_long = "prompt too long: 36 tokens leave no room for an answer, the model takes 32"
     bad = {
-        "empty": ((), "empty prompt"),
-        "long": (
-            tuple(range(4, 40)),
-            "prompt too long: 36 tokens leave no room for an answer, the model takes 32",
+        "empty": (request_of((), "empty"), "empty prompt"),
+        "long": (request_of(tuple(range(4, 40)), "long"), too_long),
+        "foreign": (
+            request_of((5, 100), "foreign"),
+            "unknown token: id 100, the vocabulary has 100",
         ),
-        "foreign": ((5, 100), "unknown token: id 100, the vocabulary has 100"),
+        "stop": (request_of((5, 6), "stop", stop_strings=("x",)), "no decoder"),
+        "done": (replace(request_of((5,), "done"), prefix_ids=(6,) * 12), "nothing to generate"),
     }
-    requests = [good, *(request_of(prompt, name) for name, (prompt, _) in bad.items())]
-    outputs = facts(engine.generate(requests))
+    good = request_of(tuple(range(4, 10)), "good")
+    outputs = facts(engine.generate([good, *(request for request, _ in bad.values())]))
     assert outputs["good", 0].finish_reason in ("stop", "length")
     for name, (_, message) in bad.items():
-        assert outputs[name, 0].finish_reason == "error"
+        assert outputs[name, 0].finish_reason == "error" and outputs[name, 0].token_ids == []
         assert message in outputs[name, 0].error
-        assert outputs[name, 0].token_ids == []
+    with pytest.raises(ValueError, match="same request_id"):
+        engine.generate([good, good])
 
 
 def test_a_response_ends_where_the_model_ends():
@@ -345,16 +307,11 @@ def test_weights_that_are_not_numbers_are_an_error_not_a_sample():
     assert output.finish_reason == "error" and output.error.startswith("logits are not numbers")
 
 
-def test_ids_must_be_unique(engine):
-    with pytest.raises(ValueError, match="same request_id"):
-        engine.generate([request_of((5,)), request_of((6,))])
-
-
-# -- abort -----------------------------------------------------------------------------------------------------------
+# -- abort -----------------------------------------------------------------------------------------
 
 
 def abort_in_forward(engine, number, ids=None):
-    """Another thread aborts while the engine's model runs its forward pass of this number: one token less is there."""
+    """Another thread aborts while the engine's model runs its forward pass of this number."""
     forward, count = engine.model.forward, 0
 
     def counting(*args, **kwargs):
@@ -372,9 +329,8 @@ def abort_in_forward(engine, number, ids=None):
 @pytest.mark.parametrize("forward", [1, 3, 8])
 def test_an_aborted_request_goes_on_as_if_nothing_had_happened(forward):
     engine = make_engine()
-    requests = requests_of(
-        4, 7, 5, num_samples=2, max_new_tokens=20, temperature=1.1, repetition_penalty=1.2
-    )
+    sampling = {"max_new_tokens": 20, "temperature": 1.1, "repetition_penalty": 1.2}
+    requests = requests_of(4, 7, 5, num_samples=2, **sampling)
     whole = facts(engine.generate(requests))
     interrupted = make_engine()
     abort_in_forward(interrupted, forward)
@@ -398,29 +354,19 @@ def test_an_aborted_request_goes_on_as_if_nothing_had_happened(forward):
         )
 
 
-def test_only_the_named_request_is_aborted():
+def test_an_abort_reaches_the_named_requests_and_those_that_wait_and_no_later_call():
     engine = make_engine(eos=())
     abort_in_forward(engine, 3, ["r1", "unknown"])
-    outputs = facts(engine.generate(requests_of(4, 7, 5)))
-    assert [outputs[f"r{index}", 0].finish_reason for index in range(3)] == [
-        "length",
-        "abort",
-        "length",
-    ]
-    assert len(outputs["r1", 0].token_ids) == 2
-
-
-def test_an_abort_also_reaches_requests_that_wait():
+    outputs = engine.generate(requests_of(4, 7, 5))
+    assert [output.finish_reason for output in outputs] == ["length", "abort", "length"]
+    assert len(outputs[1].token_ids) == 2
     engine = make_engine(eos=(), max_batch_size=1)
     abort_in_forward(engine, 2)
     outputs = engine.generate(requests_of(4, 7, 5))
     assert [len(output.token_ids) for output in outputs] == [0, 1, 0]
     assert {output.finish_reason for output in outputs} == {"abort"}
-
-
-def test_an_abort_between_calls_changes_nothing(engine):
     engine.abort()
-    assert engine.generate(requests_of(4))[0].finish_reason in ("stop", "length")
+    assert engine.generate(requests_of(4))[0].finish_reason == "length"
 
 
 def test_stop_strings_see_what_came_before_an_interruption():
@@ -433,22 +379,6 @@ def test_stop_strings_see_what_came_before_an_interruption():
     )
     output = engine.generate([request])[0]
     assert (output.token_ids, output.finish_reason) == (whole.token_ids[4:5], "stop")
-
-
-# -- the rest of the interface ---------------------------------------------------------------------------------------
-
-
-def test_every_sample_is_reported_once_when_it_ends(engine):
-    heard = []
-    outputs = engine.generate(requests_of(4, 7, num_samples=3), on_output=heard.append)
-    assert len(heard) == 6
-    assert {id(output) for output in heard} == {id(output) for output in outputs}
-
-
-def test_outputs_carry_the_version_of_the_weights():
-    engine = make_engine()
-    engine.policy_version = 7
-    assert engine.generate(requests_of(4))[0].policy_version == 7
 
 
 def test_the_model_is_read_at_every_call_and_its_mode_restored():
@@ -464,11 +394,7 @@ def test_the_model_is_read_at_every_call_and_its_mode_restored():
     assert not any(parameter.grad is not None for parameter in engine.model.parameters())
 
 
-def test_no_requests_are_no_outputs(engine):
-    assert engine.generate([]) == []
-
-
-# -- the cache -------------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------
 
 
 def test_a_layer_grows_and_loses_rows_as_a_plain_one_does():
@@ -519,8 +445,8 @@ def test_a_batch_is_gone_before_the_next_begins(is_small, monkeypatch):
 
 
 def test_generation_does_not_enter_compiled_blocks(monkeypatch):
-    """`strategy_config: {compile: true}` on a role that also generates: torch.compile would be asked to translate the
-    cache of every call, and on a GPU the attention kernel of a recorded step, at which it failed."""
+    """torch.compile would have to translate the cache of every call, and fail at the kernel of a
+    recorded step."""
 
     def refuse(graph, inputs):
         raise AssertionError("torch.compile was asked for a graph")

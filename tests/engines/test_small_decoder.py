@@ -1,4 +1,4 @@
-"""Decoding without modules: the numbers of the model itself, whatever its biases, heads, padding and leaving rows."""
+"""Decoding without modules: the numbers of the model itself, whatever its biases, heads, rows."""
 
 import threading
 
@@ -140,7 +140,6 @@ def count_steps(monkeypatch):
 
 
 def test_conversations_that_began_alike(monkeypatch):
-    """Prompts that share their beginnings are computed as a tree, equal ones once, and give the same samples."""
     begin = list(range(20, 40))
     prompts = [begin, [*begin, 50, 51], [*begin, 50, 51], [*begin, 50, 60, 61], [7, 8], begin[:9]]
     params = SamplingParams(max_new_tokens=8)
@@ -160,7 +159,7 @@ def test_conversations_that_began_alike(monkeypatch):
         model = randomized(tiny_model("qwen2"))
         assert not shares or use_token_tree(model)
         outputs.append(HFEngine(model, pad_token_id=0, eos_token_ids=()).generate(asked))
-    # Five different prompts of at most 23 tokens; as a tree 20, then 50, 51, 60, 61, and the two of [7, 8].
+    # Five different prompts of at most 23 tokens; a tree of 20, then 50, 51, 60, 61, and [7, 8].
     assert sizes == [5 * 23, 20 + 4 + 2]
     for shared, plain in zip(*outputs, strict=True):
         assert shared.token_ids == plain.token_ids
@@ -201,25 +200,14 @@ def test_an_abort_gets_through(monkeypatch):
     assert {output.finish_reason for output in outputs if output.request_id != "r1"} == {"length"}
 
 
-def with_hook():
+def changed(change):
     model = tiny_model("qwen2")
-    model.model.layers[1].mlp.register_forward_hook(lambda *args: None)
+    change(model.model)
     return model
 
 
-def with_own_forward():
-    model = tiny_model("qwen2")
-    model.model.norm.forward = lambda x: 2 * x
-    return model
-
-
-def with_odd_linear():
-    class Odd(nn.Linear):
-        pass
-
-    model = tiny_model("qwen2")
-    model.model.layers[0].mlp.up_proj = Odd(64, 96, bias=False)
-    return model
+class Odd(nn.Linear):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -233,9 +221,9 @@ def with_odd_linear():
         lambda: tiny_model(
             "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, **ROPE}
         ),
-        with_hook,
-        with_own_forward,
-        with_odd_linear,
+        lambda: changed(lambda m: m.layers[1].mlp.register_forward_hook(lambda *args: None)),
+        lambda: changed(lambda m: setattr(m.norm, "forward", lambda x: 2 * x)),
+        lambda: changed(lambda m: setattr(m.layers[0].mlp, "up_proj", Odd(64, 96, bias=False))),
     ],
 )
 def test_other_models_are_left_to_their_modules(make):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_models import (
     CHAT_TEMPLATE,
-    PAD,
     make_model_folder,
     tiny_batch,
     tiny_config,
@@ -79,6 +78,8 @@ def test_tokenizer_from_another_folder_and_with_a_length_limit(tmp_path, folder)
 
 def test_a_missing_padding_token_becomes_the_end_of_sequence_token(tmp_path, caplog):
     make_model_folder(tmp_path, "llama", weights=False, tokenizer=False)
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(found: config.json; expected"):
+        default_tokenizer_provider(args(tmp_path))
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
@@ -86,22 +87,9 @@ def test_a_missing_padding_token_becomes_the_end_of_sequence_token(tmp_path, cap
         found = default_tokenizer_provider(args(tmp_path))
     assert found.pad_token == found.eos_token == "<|im_end|>"
     assert "has no padding token: '<|im_end|>' is used" in caplog.text
-
-
-def test_a_tokenizer_with_neither_pad_nor_eos_is_an_error(tmp_path):
-    make_model_folder(tmp_path, "llama", weights=False, tokenizer=False)
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="neither pad_token nor eos_token"):
-        default_tokenizer_provider(args(tmp_path))
-
-
-def test_a_folder_without_tokenizer_is_named_with_what_it_has(tmp_path):
-    make_model_folder(tmp_path, weights=False, tokenizer=False)
-    with pytest.raises(
-        ConfigError, match=rf"{tmp_path} has no tokenizer \(found: config.json; expected"
-    ):
         default_tokenizer_provider(args(tmp_path))
 
 
@@ -166,33 +154,30 @@ def test_tied_weights_stay_tied(folder):
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_folder_without_weights_names_the_setting(tmp_path):
-    folder = make_model_folder(tmp_path, weights=False)
-    with pytest.raises(ConfigError) as error:
-        actor(folder)
-    message = str(error.value)
-    assert str(folder) in message and "config.json" in message and "tokenizer.json" in message
-    assert "random_init: true" in message
-
-
-def test_a_folder_with_only_an_adapter_says_where_it_belongs(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="LoRA adapter: give it as adapter_name_or_path"):
-        actor(tmp_path)
-
-
 def test_paths_that_are_not_model_folders(tmp_path, folder):
-    with pytest.raises(ConfigError, match=r"has no config.json.*found: nothing"):
-        actor(tmp_path)
-    with pytest.raises(ConfigError, match=f"the folder {tmp_path}/absent does not exist"):
-        actor(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="is a file"):
-        actor(folder / "config.json")
+    bare = make_model_folder(tmp_path / "bare", weights=False)
+    with pytest.raises(
+        ConfigError, match=r"config.json.*tokenizer.json.*random_init: true"
+    ) as error:
+        actor(bare)
+    assert str(bare) in str(error.value)
+    adapter, damaged = tmp_path / "adapter", tmp_path / "damaged"
+    for path, name in ((adapter, "adapter_config.json"), (damaged, "config.json")):
+        path.mkdir()
+        (path / name).write_text("{ not json" if path is damaged else "{}")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path, message in (
+        (adapter, "LoRA adapter: give it as adapter_name_or_path"),
+        (empty, r"has no config.json.*found: nothing"),
+        (tmp_path / "absent", f"the folder {tmp_path}/absent does not exist"),
+        (folder / "config.json", "is a file"),
+        (damaged, f"{damaged}/config.json could not be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            actor(path)
     with pytest.raises(ConfigError, match="model_name_or_path is not set"):
         default_actor_model_provider(tiny_tokenizer(), ModelArguments())
-    (tmp_path / "config.json").write_text("{ not json")
-    with pytest.raises(ConfigError, match=f"{tmp_path}/config.json could not be read"):
-        actor(tmp_path)
 
 
 def test_a_name_that_cannot_be_fetched_says_what_was_tried(monkeypatch):
@@ -336,8 +321,8 @@ def test_lora_actor_trains_only_its_adapter(folder, caplog):
     assert is_lora_model(model) and model.training
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 8 and all(".lora_" in name for name in trained)
-    # Adapter: 2 layers x 2 targets x rank 2 x (64 + 64). Model: 100 x 64 embedding, 64 last norm, and per layer
-    # 4 x 64 x 64 attention, 3 x 64 biases of q, k and v, 3 x 64 x 96 MLP, 2 x 64 norms.
+    # Adapter: 2 layers x 2 targets x rank 2 x (64 + 64). Model: 100 x 64 embedding, 64 last norm,
+    # and per layer 4 x 64 x 64 attention, 3 x 64 biases, 3 x 64 x 96 MLP, 2 x 64 norms.
     assert 6_400 + 64 + 2 * (16_384 + 192 + 18_432 + 128) + 1_024 == 77_760
     assert "1,024 of 77,760 parameters are trainable (1.32%)" in caplog.text
     assert gradients(model).keys() == trained
@@ -423,8 +408,3 @@ def test_reward_model_errors(tmp_path, folder):
         match=r"num_labels.*\n  score.weight: saved \(1, 64\), the config says \(3, 64\)",
     ):
         default_reward_model_provider(tiny_tokenizer(), args(tmp_path, num_labels=3))
-
-
-def test_the_helper_tokenizer_is_what_the_helper_says():
-    tokenizer = tiny_tokenizer()
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == [PAD, "<|im_start|>", "<|im_end|>"]

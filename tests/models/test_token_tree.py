@@ -1,4 +1,4 @@
-"""Shared prefixes: the tree has each prefix once, and models compute the same numbers and gradients through it."""
+"""The tree has each prefix once, and models compute the same numbers and gradients through it."""
 
 import pytest
 import torch
@@ -77,10 +77,7 @@ def test_ids_of_padding_may_be_anything(garbage):
 def test_the_same_token_after_other_tokens_is_another_node():
     tree = token_tree(*batch_of([[1, 2, 3], [9, 2, 3], [1, 2, 3]]))
     assert tree.node_BS.tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
-
-
-def test_no_tree_where_it_saves_nothing():
-    assert token_tree(*batch_of([[1, 2, 3], [4, 5, 6]])) is None
+    assert token_tree(*batch_of([[1, 2, 3], [4, 5, 6]])) is None  # it would save nothing
 
 
 def test_prefixes_with_one_hash_are_found_out(monkeypatch):
@@ -120,7 +117,7 @@ def test_nodes_are_the_distinct_prefixes(rows, extra):
 
 
 def groups_of_rows():
-    """Three prompts, each with three answers of different lengths, one row twice, all behind one opening."""
+    """Three prompts, each with three answers, one row twice, all behind one opening."""
     generator = torch.Generator().manual_seed(3)
     some = lambda n: torch.randint(3, 99, (n,), generator=generator).tolist()  # noqa: E731
     opening = some(4)
@@ -167,33 +164,22 @@ def test_models_compute_the_same(name):
     check_same(model, lambda output: output.materialize())
 
 
-def test_with_recomputation():
+def test_recomputation_values_and_nodes_that_fill_up_a_round_number():
     model = tiny_model("qwen2").train()
     assert use_token_tree(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    check_same(model, lambda output: output)
-
-
-def test_nodes_that_fill_up_a_round_number():
-    model = tiny_model("qwen2")
-    assert use_token_tree(model)
     ids, mask = groups_of_rows()
     num_nodes = token_tree(ids, mask).ids_1N.shape[1]
     assert num_nodes % 16
     assert token_tree(ids, mask, round_to=16).ids_1N.shape[1] == -(-num_nodes // 16) * 16
     check_same(model, lambda output: output, round_to=16)
+    config = tiny_config("qwen2", num_labels=1, classifier_dropout=0.0)
+    values = AutoModelForTokenClassification.from_config(config)
+    assert use_token_tree(values)
+    check_same(values, lambda output: output)
 
 
-def test_values_per_token():
-    torch.manual_seed(0)
-    model = AutoModelForTokenClassification.from_config(
-        tiny_config("qwen2", num_labels=1, classifier_dropout=0.0)
-    )
-    assert use_token_tree(model)
-    check_same(model, lambda output: output)
-
-
-def test_padded_and_cached_forwards_are_as_before():
+def test_padded_and_cached_forwards_and_the_saved_config_are_as_before(tmp_path):
     model, prepared = tiny_model("llama").eval(), tiny_model("llama").eval()
     use_token_tree(prepared)
     ids, mask = groups_of_rows()
@@ -205,6 +191,8 @@ def test_padded_and_cached_forwards_are_as_before():
             m.generate(ids[:, :8], max_new_tokens=5, do_sample=False) for m in (model, prepared)
         )
     assert torch.equal(one, two)
+    prepared.save_pretrained(tmp_path)
+    assert "token_tree" not in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -222,10 +210,3 @@ def test_other_models_stay_as_they_are(make):
     before = model.config._attn_implementation
     assert not use_token_tree(model)
     assert model.config._attn_implementation == before
-
-
-def test_the_saved_config_does_not_mention_it(tmp_path):
-    model = tiny_model("qwen2")
-    use_token_tree(model)
-    model.save_pretrained(tmp_path)
-    assert "token_tree" not in (tmp_path / "config.json").read_text()

@@ -197,15 +197,7 @@ class VllmStrategy(InferenceStrategy):
                     yield name, weight
 
         weights = stream()
-
-        def reload(worker: Any) -> None:
-            worker.reload_weights(weights_iterator=weights)
-            head = _tied_head(worker.model_runner.get_model())
-            if head is not None and hasattr(head, "cpu_linear"):
-                # vLLM repacks the layers that it loaded something into, not a tied head.
-                head.quant_method.process_weights_after_loading(head)
-
-        self._engine.on_model(reload)
+        self._engine.on_model(lambda worker: _reload(worker, weights))
         for name, _ in weights:
             raise RuntimeError(f"weight sync: vLLM stopped reading before {name}")
         self._engine.reset_prefix_cache()
@@ -309,6 +301,14 @@ class VLLMEngine(SampleEngine):
             if sample.finish_reason is not None:
                 ended[output.request_id] = output.finished
         return ended
+
+
+def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    worker.reload_weights(weights_iterator=weights)
+    head = _tied_head(worker.model_runner.get_model())
+    if head is not None and hasattr(head, "cpu_linear"):
+        # vLLM repacks the layers that it loaded something into, and a tied head is not among them.
+        head.quant_method.process_weights_after_loading(head)
 
 
 def held_checksums(model: nn.Module, delivered: Mapping[str, Tensor]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""vLLM itself, on this machine's CPU: log-probabilities, weights that arrive, and everything an engine owes."""
+"""vLLM itself, on this machine's CPU: log-probs, weights that arrive, and what every engine owes."""
 
 import importlib
 import os
@@ -98,7 +98,7 @@ def largest_gap(model, requests, outputs, temperature=1.0):
     return max(gaps)
 
 
-# -- without starting vLLM -------------------------------------------------------------------------------------------
+# -- without starting vLLM -------------------------------------------------------------------------
 
 
 def test_a_missing_library_names_the_extra_and_the_nearest_strategy(tmp_path, monkeypatch):
@@ -116,40 +116,27 @@ def test_a_missing_library_names_the_extra_and_the_nearest_strategy(tmp_path, mo
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("strategy_config", "message"),
+    ("strategy_config", "model", "message"),
     [
         (
             {"max_modle_len": 3},
-            r'strategy_config.max_modle_len: vLLM has no such engine argument; did you mean "max_mod',
+            {},
+            r'config.max_modle_len: vLLM has no such engine argument; did you mean "max_mod',
         ),
-        ({"tensor_parallel_size": 2}, "runs on one device"),
+        ({"tensor_parallel_size": 2}, {}, "runs on one device"),
+        ({}, {"head_dim": 24}, r"no attention for heads of size 24 .*it has 32, 64.*hf_infer"),
     ],
 )
-def test_wrong_engine_arguments_are_named_before_vllm_starts(tmp_path, strategy_config, message):
-    cluster = Cluster(
-        "actor_infer",
-        InferWorker,
-        ResourceManager(0, 1, backend="local"),
-        infer_role(make_model_folder(tmp_path), strategy_config=strategy_config),
-    )
+def test_what_vllm_cannot_do_is_named_before_it_starts(tmp_path, strategy_config, model, message):
+    folder = make_model_folder(tmp_path, **model)
+    role = infer_role(folder, strategy_config=strategy_config)
+    cluster = Cluster("actor_infer", InferWorker, ResourceManager(0, 1, backend="local"), role)
     with pytest.raises(WorkerError, match=message) as caught:
-        cluster.initialize(make_config("dpo", tmp_path))
+        cluster.initialize(make_config("dpo", folder))
     assert isinstance(caught.value.__cause__, ConfigError)
 
 
-@pytest.mark.vllm
-def test_a_head_size_that_vllm_lacks_is_named_before_it_starts(tmp_path):
-    folder = make_model_folder(tmp_path, head_dim=24)
-    cluster = Cluster(
-        "actor_infer", InferWorker, ResourceManager(0, 1, backend="local"), infer_role(folder)
-    )
-    with pytest.raises(
-        WorkerError, match=r"no attention for heads of size 24 .*it has 32, 64.*hf_infer"
-    ):
-        cluster.initialize(make_config("dpo", folder))
-
-
-# -- one engine in this process for all of these; the order matters nowhere ------------------------------------------
+# -- one engine in this process for all of these; the order matters nowhere ------------------------
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +212,7 @@ def test_new_weights_arrive_and_are_verified(pair):
 def test_weights_that_vllm_does_not_use_are_noticed(pair):
     pair.updates.model_update(0)
     delivered = dict(pair.model().named_parameters())
-    expected = pair.train.execute_rank_zero_sync("weight_checksums", set(delivered))
+    expected = pair.train.workers[0].strategy.weight_checksums(set(delivered))
 
     def held(weights):
         return pair.engine.on_model(
@@ -290,21 +277,6 @@ def test_ends_and_stop_strings_are_those_of_every_engine(pair):
     assert output.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[2]) + 1]
     (output,) = pair.engine.generate(requests_of(5, max_new_tokens=1))
     assert (output.token_ids, output.finish_reason) == (whole.token_ids[:1], "length")
-
-
-@pytest.mark.vllm
-def test_bad_requests_fail_alone(pair):
-    good, *_ = requests_of(4)
-    bad = [
-        GenerationRequest("empty", (), good.sampling),
-        GenerationRequest("long", (5,) * 64, good.sampling),
-        GenerationRequest("foreign", (5, 100), good.sampling),
-    ]
-    outputs = {output.request_id: output for output in pair.engine.generate([good, *bad])}
-    assert outputs["r0"].error is None
-    assert outputs["empty"].error.startswith("empty prompt")
-    assert outputs["long"].error.startswith("prompt too long: 64 tokens")
-    assert outputs["foreign"].error.startswith("unknown token")
 
 
 @pytest.mark.vllm
@@ -375,12 +347,12 @@ def test_workers_generate_rows_with_their_log_probs(pair):
 
 
 @pytest.mark.vllm
-def test_vllm_does_not_score(pair):
-    with pytest.raises(RuntimeError, match="does not score"):
+def test_vllm_has_no_forward_passes(pair):
+    with pytest.raises(RuntimeError, match="computes no log-probs"):
         pair.strategy.forward_step(make_batch("dpo"), lambda data, output: (output, {}))
 
 
-# -- other models and places -----------------------------------------------------------------------------------------
+# -- other models and places -----------------------------------------------------------------------
 
 
 @pytest.mark.vllm
