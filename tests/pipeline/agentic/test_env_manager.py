@@ -7,10 +7,14 @@ from agentic_setup import EchoProxy, env_config, source_of
 from tiny_tokenizer import CHATML, bpe_tokenizer
 
 from roll.datasets.chat_template import get_chat_template
+from roll.engines.request import SamplingParams
 from roll.models.tiny import character_tokenizer
+from roll.pipeline.agentic.agentic_config import EnvTemplate
 from roll.pipeline.agentic.env_manager import (
     Conversation,
     DriftMonitor,
+    EnvEntry,
+    TrajEnvManager,
     first_difference,
     with_answers,
 )
@@ -122,6 +126,15 @@ def test_half_a_character_cannot_be_compared():
     half = ids_of(conversation.tokenizer, "é")[:1]
     turns[0] = Turn(turns[0].prompt_ids, half, None, finish_reason="length")
     assert DriftMonitor(conversation).check(messages, turns)
+
+
+def test_an_answer_gets_the_room_that_is_left():
+    entry = EnvEntry(0, 0, "A", EnvTemplate(max_tokens_per_step=3))
+    sampling = SamplingParams(max_new_tokens=5)
+    for length, room in ((1, 3), (3, 3), (5, 1), (6, None)):
+        manager = TrajEnvManager(entry, chatml(), sampling=sampling, sequence_length=6)
+        request = manager.request([7] * length)
+        assert (request and request.sampling.max_new_tokens) == room
 
 
 CONCAT = "roll.pipeline.agentic.env_manager.step_concat_env_manager.StepConcatEnvManager"
