@@ -57,12 +57,9 @@ def approx_kl(log_probs: Rows, base: Rows, mask: Mask, kind: str) -> Rows:
     for i, t in cells(mask):
         d = log_probs[i][t] - base[i][t]
         x = min(max(-d, -20.0), 20.0)
-        out[i][t] = {
-            "kl": d,
-            "abs": abs(d),
-            "mse": d * d / 2,
-            "k3": min(math.expm1(x) - x, 10.0),
-        }[kind]
+        out[i][t] = {"kl": d, "abs": abs(d), "mse": d * d / 2, "k3": min(math.expm1(x) - x, 10.0)}[
+            kind
+        ]
     return out
 
 

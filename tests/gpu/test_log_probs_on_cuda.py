@@ -23,10 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-OPTIONS = [
-    {},
-    {"scale": 1.5, "soft_cap": 4.0, "temperature": 1.3, "vocab_size": 5000},
-]
+OPTIONS = [{}, {"scale": 1.5, "soft_cap": 4.0, "temperature": 1.3, "vocab_size": 5000}]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from roll.ops.scans import (
-    DiscountedCumsum,
-    Runs,
-    map_valid_tokens,
-    reverse_scan,
-    reverse_scan_runs,
-)
+from roll.ops.scans import DiscountedCumsum, Runs, map_valid_tokens
 
 MASK = torch.tensor(
     [[False, True, True, False, True], [True, False, False, False, False], [False] * 5]
@@ -47,12 +41,6 @@ def test_runs_by_hand():
     out = torch.empty(2, 4)
     runs.spread(sums, out)
     assert out.tolist() == [[3, 3, 0, 4], [0, 18, 18, 18]]
-
-
-def test_reverse_scan_by_hand():
-    x, mask = torch.tensor([[1.0, 2.0, 9.0, 4.0]]), torch.tensor([[True, True, False, True]])
-    assert reverse_scan(x, mask, 0.5).tolist() == [[3, 4, 0, 4]]
-    assert reverse_scan_runs(x, mask, 0.5).tolist() == [[5, 5, 0, 4]]
 
 
 @pytest.mark.parametrize("decay", [0.0, 1e-200, 1e-60, 1e-10, 0.3, 0.9, 0.999, 1.0])

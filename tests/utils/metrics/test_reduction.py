@@ -77,11 +77,7 @@ def test_l19_numpy_scalars_and_tensors_count():
 def test_single_values_become_floats():
     assert reduce_metrics(
         {"a": 3, "b@max": np.float32(2), "c": torch.tensor(1.5, requires_grad=True)}
-    ) == {
-        "a": 3.0,
-        "b@max": 2.0,
-        "c": 1.5,
-    }
+    ) == {"a": 3.0, "b@max": 2.0, "c": 1.5}
 
 
 def test_empty_sequences_stay():
