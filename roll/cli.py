@@ -222,7 +222,7 @@ def view(
     roll view output/reverse_grpo output/reverse_ppo      two runs in one page
     roll view --live output/reverse_grpo                  while it runs
     """
-    from roll.viewer.app import view as show
+    from roll.viewer import view as show
 
     try:
         page = show(runs, live=live, port=port, open_browser=open_browser, out=out, host=host)

@@ -19,6 +19,22 @@ MOVED: dict[str, str] = {
     "roll.configs.model_args": "roll.configs.arguments",
     "roll.configs.training_args": "roll.configs.arguments",
     "roll.utils.kl_controller": "roll.algorithms.kl",
+    "roll.pipeline.rlvr.rewards": "roll.rewards",
+    **{
+        f"roll.pipeline.rlvr.rewards.{name}_worker": "roll.rewards.workers"
+        for name in (
+            "code_sandbox_reward",
+            "crossthinkqa_rule_reward",
+            "function_reward",
+            "general_val_rule_reward",
+            "ifeval_rule_reward",
+            "llm_judge_reward",
+            "math_rule_reward",
+            "multiple_choice_boxed_rule_reward",
+            "pool_reward",
+            "reward_model",
+        )
+    },
     "roll.distributed.executor.model_update_group": "roll.distributed.weight_sync",
     "roll.distributed.scheduler.generate_scheduler": "roll.distributed.scheduler.protocol",
     "roll.distributed.scheduler.initialize": "roll.distributed.scheduler.resource_manager",

@@ -1,10 +1,11 @@
 """A browser that reads a run's report, for tests: headless Chromium, driven by playwright.
 
-A browser does things in its own time, so no test reads the page right after a click: `Reader.settled` waits until the
-view that was asked for stands complete, and `expect` waits until what it names holds.
+A browser does things in its own time, so no test reads the page right after a click:
+`Reader.settled` waits until the view that was asked for stands complete, and `expect` waits until
+what it names holds.
 
     ROLL_SCREENSHOTS=folder      keeps pictures of what the tests see
-    ROLL_BROWSER_THROTTLE=6      slows the page's scripts down six times, to find tests that do not wait
+    ROLL_BROWSER_THROTTLE=6      slows the page's scripts down, to find tests that do not wait
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Reader:
             session.send("Emulation.setCPUThrottlingRate", {"rate": THROTTLE})
 
     def settled(self, view: str = "") -> None:
-        """Wait until the place in the address bar is on the screen, all of it; a `view` must be that one."""
+        """Wait until the place in the address bar is on the screen, all of it."""
         self.page.wait_for_function(
             """view => {
                 const ready = document.body?.dataset.ready;
@@ -102,6 +103,6 @@ class Reader:
 def drawn(page: Any, count: int) -> None:
     """Wait until that many curves are on the page."""
     page.wait_for_function(
-        "count => document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= count",
+        "n => document.querySelectorAll('.js-plotly-plot .scatterlayer .trace').length >= n",
         arg=count,
     )

@@ -30,7 +30,7 @@ TESTS: dict[str, str] = {
        for name in (
            "judge_prompt", "judge_model_name", "judge_api_url", "judge_api_key", "format_pattern", "reward_type")},
     "rlvr.RewardConfig.judge_model_type": (
-        "tests/pipeline/rlvr/rewards/test_reward_workers.py::test_rewards_are_checked_before_anything_is_loaded"
+        "tests/rewards/test_reward_workers.py::test_rewards_are_checked_before_anything_is_loaded"
     ),
     "configs.WorkerConfig.num_gpus_per_worker": (
         "tests/configs/test_worker_config.py::test_workers_follow_from_devices"

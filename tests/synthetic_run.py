@@ -1,10 +1,9 @@
-"""Run folders made up for tests of the report: no training, no torch, the same numbers for the same seed."""
+"""Run folders made up for tests of the report: no training, the same numbers for the same seed."""
 
 from __future__ import annotations
 
 import json
 import math
-import textwrap
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import yaml
 
 MAP = "S F F\nF H F\nF F G"
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "for", "as", "with", "was"]
 
 
 def write_run(
@@ -21,41 +21,44 @@ def write_run(
     steps: int = 40,
     prompts: int = 8,
     samples_per_prompt: int = 4,
-    response_tokens: int | None = None,
     seed: int = 0,
     pipeline: str = "rlvr",
     status: str = "finished",
     sick: bool = False,
 ) -> Path:
-    """A run folder with metrics, config and samples.
-
-    Args:
-        response_tokens: None writes short answers of the kind that the demo gives; a number writes that many words.
-        sick: whether the run shows what the health panel looks for.
-    """
+    """A run folder with metrics, config and samples; `sick` shows what the health panel seeks."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rollouts").mkdir(exist_ok=True)
     write_metrics(folder, steps, random, sick=sick)
     write_about(folder, pipeline, steps, status)
-    for step in range(0, steps, 2 if response_tokens is None else 1):
-        make = trajectory if pipeline == "agentic" else answer
+    for step in range(0, steps, 2):
         records = []
         for prompt in range(prompts):
             task = "".join(random.choice(list("0123456789"), size=4))
             for sample in range(samples_per_prompt):
-                names = {"sample": f"{prompt}_{sample}", "group": f"{step}-{prompt}"}
-                records.append(names | make(random, step, steps, task, response_tokens, sick))
-        advantages_of_groups(records)
-        records += dropped_records(step)
+                if pipeline == "agentic":
+                    record = trajectory(random, step, steps)
+                else:
+                    record = answer(random, step, steps, task, None, sick)
+                about = {"sample": f"{prompt}_{sample}", "group": f"{step}-{prompt}"}
+                records.append({**about, **record})
+        set_advantages(records)
+        reason = "timeout: the reward took longer than 5 s"
+        if step % 4 == 0:
+            reason = "no signal: all answers of the group scored 0"
+        discarded = {"sample": f"dropped-{step}-0", "group": f"{step}-0", "dropped": reason}
+        discarded |= {"prompt": "Reverse the digits: 7", "response": "I cannot.", "score": None}
+        records.append({**discarded, "rewards": {}, "finish_reason": "stop"})
         write_rollouts(folder, step, records)
-        if step % 10 == 0 and response_tokens is None:
-            validated = [{**record, "split": "val"} for record in records[:8]]
-            write_rollouts(folder, step, validated, split="val")
+        if step % 10 == 0:
+            val = [{**record, "split": "val"} for record in records[:8]]
+            write_rollouts(folder, step, val, split="val")
     return folder
 
 
-def write_rollouts(folder: Path, step: int, records: Any, split: str = "train") -> None:
+def write_rollouts(
+    folder: Path, step: int, records: list[dict[str, Any]], split: str = "train"
+) -> None:
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     name = f"{'step' if split == 'train' else 'val'}-{step:06d}.jsonl"
     lines = [json.dumps({"step": step, "split": split, **record}) for record in records]
@@ -70,6 +73,7 @@ def write_metrics(
         done = (step + 1) / steps
         level = 1 / (1 + math.exp(-8 * (done - 0.4)))
         noise = random.normal(size=8 + extra)
+        jump = 25 if sick and step == steps // 2 else 0
         row = {
             "critic/score/mean": 0.05 + 0.88 * level + 0.02 * noise[0],
             "critic/kl": 0.02 + 0.1 * done + 0.004 * abs(noise[1]),
@@ -77,7 +81,7 @@ def write_metrics(
             "critic/zero_std_group_frac": (0.92 if sick and done > 0.5 else 0.15) + 0.02 * noise[3],
             "actor/ratio_mean@sum": (1 + 0.5 * done if sick else 1.0) + 0.002 * noise[4],
             "actor/pg_loss@sum": 0.01 * noise[5],
-            "actor/grad_norm": 0.6 + 0.1 * abs(noise[6]),
+            "actor/grad_norm": 0.6 + 0.1 * abs(noise[6]) + jump,
             "actor/lr": 1e-3 * min(1, (step + 1) / 10),
             "actor/skipped_steps": 1.0 if sick and step == 7 else 0.0,
             "actor/clipfrac@sum": 0.03 * abs(noise[7]),
@@ -88,8 +92,6 @@ def write_metrics(
             "system/samples": 32.0 * (step + 1),
         }
         row |= {f"extra/metric_{i:03d}": float(noise[8 + i]) for i in range(extra)}
-        if sick and step == steps // 2:
-            row["actor/grad_norm"] += 25
         if step % 10 == 0:
             row["val/exact_match"] = 0.04 + 0.9 * level
         if sick and step == 11:
@@ -129,22 +131,31 @@ def write_about(folder: Path, pipeline: str, steps: int, status: str) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
 
-def answer(random: Any, step: int, steps: int, task: str, length: Any, sick: bool) -> Any:
-    """One answer to "reverse 1234", right more often the later the step."""
+def answer(
+    random: np.random.Generator,
+    step: int,
+    steps: int,
+    task: str,
+    response_tokens: int | None,
+    sick: bool,
+) -> dict[str, Any]:
+    """One answer to "reverse 1234", right more often the later the step; or so many words."""
     right = random.random() < 0.1 + 0.85 * step / max(steps - 1, 1)
     wanted = task[::-1]
     prompt = ["<|im_start|>", "user", "\n", "Reverse", " the", " digits", ":", " ", *task]
     prompt += ["<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
-    if length is None:
+    if response_tokens is None:
         said = list(wanted if right else "".join(random.permutation(list(wanted))))
         response = ["The", " answer", " is", " ", *said, ".", "<|im_end|>"]
+        correct = float("".join(said) == wanted)
     else:
-        words = (random.zipf(1.3, length) % 4000).astype(int)
+        words = (random.zipf(1.3, response_tokens) % 4000).astype(int)
         response = [f" {WORDS[w % len(WORDS)]}{w // len(WORDS) or ''}" for w in words.tolist()]
-        said = []
-    correct = float("".join(said) == wanted) if said else float(right)
-    truncated = random.random() < (0.5 if sick else 0.03)
-    parts = {"format": 1.0} if sick else {"length": round(random.random(), 3)}
+        correct = float(right)
+    parts = {"length": round(random.random(), 3)}
+    if sick:
+        parts = {"format": 1.0}
+    is_cut_off = random.random() < (0.5 if sick else 0.03)
     return {
         "samples_in_step": 32,
         "tag": "digits",
@@ -155,7 +166,7 @@ def answer(random: Any, step: int, steps: int, task: str, length: Any, sick: boo
         "score": correct,
         "rewards": {"answer": correct, **parts},
         "dropped": None,
-        "finish_reason": "length" if truncated else "stop",
+        "finish_reason": "length" if is_cut_off else "stop",
         "policy_version": step,
         "advantage": None,
         "tokens": tokens_of(random, prompt, response, step / max(steps, 1) if sick else 0.0),
@@ -168,36 +179,30 @@ def tokens_of(
     """Token lists with plausible numbers, null on the prompt."""
     num_prompt, num = len(prompt), len(response)
     old = -random.exponential(0.5, num)
-    gap = random.normal(0, 0.02 + 0.4 * drift, num)
     columns = {
-        "infer_log_probs": old - gap,
+        "infer_log_probs": old - random.normal(0, 0.02 + 0.4 * drift, num),
         "old_log_probs": old,
         "ref_log_probs": old - random.normal(0.02, 0.08, num),
         "entropy": random.exponential(0.5, num),
         "advantages": np.zeros(num),
     }
-    padded = {
-        key: [None] * num_prompt + [float(f"{v:.6g}") for v in value.tolist()]
-        for key, value in columns.items()
-    }
     texts = prompt + response
-    return {
-        "ids": [token_id(text) for text in texts],
-        "text": texts,
-        "mask": [0] * num_prompt + [1] * num,
-        **padded,
-    }
+    ids = [zlib.crc32(text.encode("utf-8", "replace")) % 50_000 for text in texts]
+    tokens: dict[str, Any] = {"ids": ids, "text": texts, "mask": [0] * num_prompt + [1] * num}
+    for name, values in columns.items():
+        tokens[name] = [None] * num_prompt + [float(f"{v:.6g}") for v in values.tolist()]
+    return tokens
 
 
-def trajectory(random: Any, step: int, steps: int, task: str, length: Any, sick: bool) -> Any:
+def trajectory(random: np.random.Generator, step: int, steps: int) -> dict[str, Any]:
     """A walk over a small frozen lake: observation, answer, observation, answer ..."""
     won = random.random() < 0.1 + 0.8 * step / max(steps - 1, 1)
     moves = ["Right", "Right", "Down", "Down"] if won else ["Right", "Down"]
     texts, mask, turns = [], [], []
     for i, move in enumerate(moves):
         reward = float(won and i == len(moves) - 1)
-        words = f"Turn {i + 1}. You see:\n{MAP}\nWhere to?".split(" ")
-        observed = ["<|im_start|>", "user", "\n", *(f"{word} " for word in words)]
+        seen = f"Turn {i + 1}. You see:\n{MAP}\nWhere to?"
+        observed = ["<|im_start|>", "user", "\n", *(f"{word} " for word in seen.split(" "))]
         observed += ["<|im_end|>", "\n"]
         said = ["<think>", "I", " should", " go", f" {move.lower()}", ".", "</think>"]
         said += ["<answer>", move, "</answer>", "<|im_end|>"]
@@ -224,39 +229,19 @@ def trajectory(random: Any, step: int, steps: int, task: str, length: Any, sick:
     }
 
 
-def advantages_of_groups(records: list[dict[str, Any]]) -> None:
+def set_advantages(records: list[dict[str, Any]]) -> None:
     """Score minus the mean of its group, over its standard deviation, on every trained token."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record)
     for members in groups.values():
         scores = np.array([record["score"] for record in members])
-        normalised = (scores - scores.mean()) / (scores.std() + 1e-6)
-        for record, value in zip(members, normalised.tolist(), strict=True):
+        for record in members:
+            value = (record["score"] - scores.mean()) / (scores.std() + 1e-6)
             record["advantage"] = float(f"{value:.6g}")
             tokens = record["tokens"]
             tokens["advantages"] = [record["advantage"] if m else None for m in tokens["mask"]]
 
-
-def dropped_records(step: int) -> list[dict[str, Any]]:
-    reason = "no signal: all answers of the group scored 0"
-    if step % 4:
-        reason = "timeout: the reward took longer than 5 s"
-    sample = {"sample": f"dropped-{step}-0", "group": f"{step}-0", "response": "I cannot."}
-    sample |= {"prompt": "Reverse the digits: 7", "finish_reason": "stop"}
-    return [{**sample, "score": None, "rewards": {}, "dropped": reason}]
-
-
-def token_id(text: str) -> int:
-    return zlib.crc32(text.encode("utf-8", "replace")) % 50_000
-
-
-WORDS = textwrap.dedent("""
-    the of and to in is that it for as with was on be at by this had not are but from or have an they which one
-    you were all her she there would their we him been has when who will no more if out so up said what its about
-    than into them can only other time new some could these two may first then do any like my now over such our
-    man me even most made after also
-""").split()
 
 HOSTILE = {
     "script": "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>",
@@ -277,15 +262,16 @@ def write_hostile_run(folder: Path) -> Path:
     records = []
     for name, text in HOSTILE.items():
         plain = {"group": text[:300], "prompt": text, "response": text, "tag": text[:300]}
-        plain |= {"sample": f"plain {name}", "score": 1.0}
+        plain["score"] = 1.0
         tokens = tokens_of(random, ["prompt: "], [text, "<|im_end|>"])
-        more = {"sample": f"tokens {name}", "tokens": tokens, "rewards": {text[:40]: 1.0}}
-        more["dropped"] = text[:300] if name == "script" else None
-        records += [plain, {**plain, **more, "ground_truth": text}]
+        facts = {"ground_truth": text, "rewards": {text[:40]: 1.0}}
+        facts["dropped"] = text[:300] if name == "script" else None
+        records.append({**plain, "sample": f"plain {name}"})
+        records.append({**plain, "sample": f"tokens {name}", "tokens": tokens, **facts})
     write_rollouts(folder, 0, records)
     about = json.loads((folder / "run.json").read_text())
-    script = HOSTILE["script"]
-    about |= {"pipeline": script, "command": [script], "status": script}
+    about |= {"pipeline": HOSTILE["script"], "status": HOSTILE["script"]}
+    about["command"] = [HOSTILE["script"]]
     (folder / "run.json").write_text(json.dumps(about))
     (folder / "config.yaml").write_text(yaml.safe_dump({HOSTILE["script"]: HOSTILE["entities"]}))
     metrics = {"step": 0, "time": 0.0, HOSTILE["script"]: 1.0, "actor/<b>bold</b>": 2.0}

@@ -24,6 +24,8 @@ LAYERS = {
     "roll.models": 2,
     "roll.engines": 2,
     "roll.viewer": 2,
+    "roll.rewards.workers": 4,
+    "roll.rewards": 2,
     "roll.rollout": 3,
     "roll.pipeline": 4,
     "roll.commands": 5,
@@ -59,7 +61,7 @@ ONLY_IN = {
     "deepspeed": "roll.distributed.strategy.deepspeed_strategy",
     "wandb": "roll.utils.tracking",
     "trackio": "roll.utils.tracking",
-    "math_verify": "roll.utils.scoring.math_answers",
+    "math_verify": "roll.rewards.math_answers",
     "plotly": "roll.viewer.charts",
 }
 
@@ -225,6 +227,8 @@ HEAVY = {
         (["roll"], set()),
         (["roll.exceptions"], set()),
         (["roll.configs"], {"pydantic", "omegaconf"}),
+        (["roll.rewards.pool", "roll.rewards.functions", "roll.rewards.ifeval"], set()),
+        (["roll.rewards.check"], {"pydantic", "omegaconf"}),
         (["roll.cli"], {"pydantic", "omegaconf"}),
         (
             [f"roll.pipeline.{name}.{name}_config" for name in ("dpo", "rlvr", "agentic")],

@@ -1,22 +1,26 @@
-"""The samples of a run on disk: RUN/rollouts/step-000012.jsonl, one JSON object a line, and val-000012.jsonl.
+"""The samples of a run on disk: RUN/rollouts/step-000012.jsonl and val-000012.jsonl.
 
-    {"step": 12, "split": "train", "sample": "17_0", "group": "17", "prompt": "...", "response": "...", "score": 1.0,
-     "rewards": {"answer": 1.0}, "dropped": null, ...,
-     "tokens": {"ids": [...], "text": [...], "mask": [...], "advantages": [...], "old_log_probs": [...], ...},
+One JSON object a line:
+
+    {"step": 12, "split": "train", "sample": "17_0", "group": "17", "prompt": "...",
+     "response": "...", "score": 1.0, "rewards": {"answer": 1.0}, "dropped": null, ...,
+     "tokens": {"ids": [...], "text": [...], "mask": [...], "advantages": [...], ...},
      "turns": [{"role": "observation", "start": 0, "end": 7, "reward": null}, ...]}
 
-Padding is left out, and entry i of every list under "tokens" speaks of token i (the columns of a batch speak of token
-t+1 in column t). A number is null where the model generated nothing; a number that is not finite is written as "NaN",
-"Infinity" or "-Infinity", as in metrics.jsonl.
+Padding is left out, and entry i of every list under "tokens" speaks of token i (column t of a batch
+speaks of token t+1). A number is null where the model generated nothing; one that is not finite is
+"NaN", "Infinity" or "-Infinity", as in metrics.jsonl.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -24,8 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-
-from roll.utils.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from roll.distributed.scheduler.protocol import DataProto
@@ -47,6 +49,8 @@ TOKEN_COLUMNS = {
     "token_level_rewards": "rewards",
 }
 _MASKS = ("final_response_mask", "response_mask", "origin_response_mask")
+_GROUPS = ("prompt_id", "traj_group_id", "group_ids")
+MAX_DROPPED = 64  # dropped samples of a step that are kept at least, for their reasons
 
 
 @dataclass(frozen=True)
@@ -65,26 +69,22 @@ class DroppedSample:
     finish_reason: str | None = None
 
 
-MAX_DROPPED = 64  # dropped samples of a step that are kept at least: each has a reason that someone may look for
-
-
 class RolloutLog:
     """Writes the samples of each step to the run folder.
 
     Args:
         run_dir: the run folder; the files go to its `rollouts/`.
         tokenizer: for the text of each token; anything with `decode(ids)` will do.
-        max_samples_per_step: how many samples of a step to keep, and as many dropped ones (but up to 64 of those).
-            Whole groups are kept, spread evenly over the batch. None keeps all.
+        max_samples_per_step: how many samples of a step to keep, and as many dropped ones (but up
+            to 64 of those). Whole groups are kept, spread evenly over the batch. None keeps all.
     """
 
     def __init__(
         self, run_dir: str | Path, tokenizer: Any, max_samples_per_step: int | None = 16
     ) -> None:
         if max_samples_per_step is not None and max_samples_per_step < 1:
-            raise ValueError(
-                f"max_samples_per_step={max_samples_per_step}: expected at least 1, or None for all"
-            )
+            found = f"max_samples_per_step={max_samples_per_step}"
+            raise ValueError(f"{found}: expected at least 1, or None for all")
         self.folder = Path(run_dir) / "rollouts"
         self.max_samples_per_step = max_samples_per_step
         self._texts = TokenTexts(tokenizer)
@@ -97,25 +97,40 @@ class RolloutLog:
         split: str = "train",
         dropped: Sequence[DroppedSample] = (),
     ) -> Path | None:
-        """Write the samples of one step, replacing what an earlier attempt of it left. Returns the file.
+        """Write the samples of one step, replacing what an earlier attempt left; the file.
 
-        Reads the columns that are there (see `TOKEN_COLUMNS`, `_row_facts`); only `input_ids` is needed. A disk that
-        refuses is reported once and never stops training; the result is then None.
+        Of the batch only `input_ids` is needed. A disk that refuses is reported once and never
+        stops training; the result is then None.
         """
-        lines = self._sample_lines(step, batch, split) if batch is not None and len(batch) else []
-        kept = (
-            dropped
-            if self.max_samples_per_step is None
-            else dropped[: max(self.max_samples_per_step, MAX_DROPPED)]
-        )
-        lines += [
-            _dumps(self._dropped_record(step, split, i, sample)) for i, sample in enumerate(kept)
-        ]
+        records: list[dict[str, Any]] = []
+        if batch is not None and len(batch):
+            records = self._records(step, split, batch)
+        if self.max_samples_per_step is not None:
+            dropped = dropped[: max(self.max_samples_per_step, MAX_DROPPED)]
+        for index, sample in enumerate(dropped):
+            record: dict[str, Any] = {
+                "step": step,
+                "split": split,
+                "sample": f"dropped-{step}-{index}",
+                "group": sample.group,
+                "tag": sample.tag,
+                "domain": sample.domain,
+                "prompt": sample.prompt,
+                "response": sample.response,
+                "score": _plain_number(sample.score),
+                "rewards": {key: _plain_number(value) for key, value in sample.rewards.items()},
+                "dropped": sample.reason,
+                "finish_reason": sample.finish_reason,
+            }
+            if len(sample.token_ids):
+                ids = [int(token_id) for token_id in sample.token_ids]
+                record["tokens"] = {"ids": ids, "text": self._texts(ids), "mask": [0] * len(ids)}
+            records.append(record)
         path = self.folder / f"{'step' if split == 'train' else 'val'}-{step:06d}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            partial.write_text("".join(f"{_dumps(record)}\n" for record in records))
             os.replace(partial, path)  # a reader that follows the run never sees half a step
         except OSError as error:
             if not self._failed:
@@ -124,75 +139,52 @@ class RolloutLog:
             return None
         return path
 
-    def _sample_lines(self, step: int, batch: DataProto, split: str) -> list[str]:
+    def _records(self, step: int, split: str, batch: DataProto) -> list[dict[str, Any]]:
         total = len(batch)
-        rows = chosen_rows(_groups_of(batch), self.max_samples_per_step)
-        batch = batch if len(rows) == total else batch.select_idxs(rows)
-        tensors = {key: _numpy(batch[key]) for key in (*TOKEN_COLUMNS, *_MASKS) if key in batch}
-        ids = _numpy(batch["input_ids"])
-        attended = (
-            _numpy(batch["attention_mask"]).astype(bool)
-            if "attention_mask" in batch
-            else np.ones_like(ids, bool)
-        )
-        width = ids.shape[1]
-        masks = [
-            _per_token(tensors[key], width, 0).astype(bool) for key in _MASKS if key in tensors
-        ]
-        trained = masks[0] if masks else attended
-        generated = np.logical_or.reduce(masks) if masks else attended
-        columns = {
-            name: _significant(_per_token(tensors[key], width, np.nan))
-            for key, name in TOKEN_COLUMNS.items()
-            if key in tensors and tensors[key].ndim == 2
-        }
-        numbers = {name: _numbers(column, generated) for name, column in columns.items()}
-        lines = []
-        for i, facts in enumerate(_row_facts(batch)):
-            here = attended[i]
-            row_ids, mask, known = ids[i][here].tolist(), trained[i][here], generated[i][here]
-            texts = self._texts(row_ids)
-            start = int(known.argmax()) if known.any() else len(known)
-            turns = facts.pop("turns") or _turns_of(known, facts["step_scores"])
-            del facts["step_scores"]
-            facts |= {"step": step, "split": split, "samples_in_step": total}
-            facts |= {"prompt": "".join(texts[:start]), "response": "".join(texts[start:])}
+        group_key = next((key for key in _GROUPS if key in batch), None)
+        groups = [str(row) for row in range(total)]
+        if group_key is not None:
+            groups = [str(_scalar(value)) for value in batch[group_key]]
+        rows = chosen_rows(groups, self.max_samples_per_step)
+        if len(rows) < total:
+            batch = batch.select_idxs(rows)
+        ids_BS = _numpy(batch["input_ids"])
+        width = ids_BS.shape[1]
+        attended_BS = np.ones_like(ids_BS, bool)
+        if "attention_mask" in batch:
+            attended_BS = _numpy(batch["attention_mask"]).astype(bool)
+        masks = [_per_token(batch[key], width, 0).astype(bool) for key in _MASKS if key in batch]
+        trained_BS = masks[0] if masks else attended_BS
+        generated_BS = np.logical_or.reduce(masks) if masks else attended_BS
+        columns: dict[str, np.ndarray] = {}
+        numbers: dict[str, np.ndarray] = {}
+        for key, name in TOKEN_COLUMNS.items():
+            if key in batch and batch[key].ndim == 2:
+                columns[name] = _significant(_per_token(batch[key], width, np.nan))
+                numbers[name] = _json_numbers(columns[name], generated_BS)
+        records = []
+        for i, record in enumerate(_row_facts(batch)):
+            here = attended_BS[i]
+            ids = ids_BS[i][here].tolist()
+            mask, generated = trained_BS[i][here], generated_BS[i][here]
+            texts = self._texts(ids)
+            start = int(generated.argmax()) if generated.any() else len(generated)
+            step_scores, turns = record.pop("step_scores"), record.pop("turns")
+            record |= {"step": step, "split": split, "samples_in_step": total}
+            record |= {"prompt": "".join(texts[:start]), "response": "".join(texts[start:])}
             if "advantages" in columns and mask.any():
-                facts["advantage"] = _plain_number(
-                    f"{columns['advantages'][i][here][mask].mean():.6g}"
-                )
-            facts["tokens"] = {"ids": row_ids, "text": texts, "mask": mask.astype(int).tolist()}
-            facts["tokens"] |= {name: column[i][here].tolist() for name, column in numbers.items()}
-            if turns:
-                facts["turns"] = turns
-            lines.append(_dumps(facts))
-        return lines
-
-    def _dropped_record(
-        self, step: int, split: str, index: int, sample: DroppedSample
-    ) -> dict[str, Any]:
-        record: dict[str, Any] = {
-            "step": step,
-            "split": split,
-            "sample": f"dropped-{step}-{index}",
-            "group": sample.group,
-            "tag": sample.tag,
-            "domain": sample.domain,
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "score": _plain_number(sample.score),
-            "rewards": {key: _plain_number(value) for key, value in sample.rewards.items()},
-            "dropped": sample.reason,
-            "finish_reason": sample.finish_reason,
-        }
-        if len(sample.token_ids):
-            ids = [int(token_id) for token_id in sample.token_ids]
-            record["tokens"] = {"ids": ids, "text": self._texts(ids), "mask": [0] * len(ids)}
-        return record
+                mean = columns["advantages"][i][here][mask].mean()
+                record["advantage"] = _plain_number(f"{mean:.6g}")
+            record["tokens"] = {"ids": ids, "text": texts, "mask": mask.astype(int).tolist()}
+            record["tokens"] |= {name: column[i][here].tolist() for name, column in numbers.items()}
+            if turns := turns or _turns_of(generated, step_scores):
+                record["turns"] = turns
+            records.append(record)
+        return records
 
 
 def discard_rollouts_after(run_dir: str | Path, step: int) -> None:
-    """Remove the sample files of steps later than `step`: what a run that resumes from there will write again."""
+    """Remove the sample files of later steps, which a run that resumes there will write again."""
     for path in (Path(run_dir) / "rollouts").glob("*-*.jsonl"):
         number = path.stem.rpartition("-")[2]
         if number.isdigit() and int(number) > step:
@@ -200,8 +192,8 @@ def discard_rollouts_after(run_dir: str | Path, step: int) -> None:
 
 
 def chosen_rows(groups: Sequence[str], limit: int | None) -> list[int]:
-    """Rows of whole groups, spread evenly over the batch, at most `limit` of them. Groups of more than 16 rows (and
-    more than a quarter of `limit`) are cut to that, so that one group does not take all places.
+    """Rows of whole groups, spread evenly over the batch, at most `limit` of them. Groups of more
+    than 16 rows (and more than a quarter of `limit`) are cut to that.
 
     Example: groups a a b b c c d d with limit 4 gives the rows of a and c.
     """
@@ -216,86 +208,65 @@ def chosen_rows(groups: Sequence[str], limit: int | None) -> list[int]:
     return sorted([row for rows in spread for row in rows][:limit])
 
 
-def _groups_of(batch: DataProto) -> list[str]:
-    for key in ("prompt_id", "traj_group_id", "group_ids"):
-        if key in batch:
-            return [str(_scalar(value)) for value in batch[key]]
-    return [str(row) for row in range(len(batch))]
-
-
 def _row_facts(batch: DataProto) -> list[dict[str, Any]]:
     """What the columns with one entry per row say, under the record's names."""
-    num_rows = len(batch)
 
     def column(*names: str) -> list[Any]:
         for name in names:
             if name in batch:
-                return [_scalar(value) for value in batch[name]]
-        return [None] * num_rows
+                values = batch[name]
+                is_score = name in ("scores", "response_level_rewards")
+                if is_score and values.ndim == 2:  # it lies on the last token
+                    values = values.sum(-1)
+                return [_scalar(value) for value in values]
+        return [None] * len(batch)
 
-    def score(name: str) -> list[float | None]:
-        if name not in batch:
-            return [None] * num_rows
-        values = batch[name]
-        if (
-            isinstance(values, torch.Tensor) and values.ndim == 2
-        ):  # the score of a row lies on its last token
-            values = values.sum(-1)
-        return [_plain_number(_scalar(value)) for value in values]
-
-    scores, rewards = score("scores"), score("response_level_rewards")
-    groups = column("prompt_id", "traj_group_id", "group_ids")
-    samples = column("sample_uuid", "traj_id")
-    tags, domains, truths = (
-        column("tag", "tags"),
-        column("domain"),
-        column("ground_truth", "answer"),
-    )
-    reasons, versions = column("finish_reason"), column("policy_version")
-    parts, drops = column("reward_parts"), column("drop_reason", "dropped")
-    step_scores, turns, ranked = column("step_scores"), column("turns"), column("ranked")
-    return [
-        {
-            "sample": str(samples[i]) if samples[i] is not None else f"row-{i}",
-            "group": None if groups[i] is None else str(groups[i]),
-            "tag": tags[i],
-            "domain": domains[i],
-            "ground_truth": truths[i]
-            if truths[i] is None or isinstance(truths[i], str)
-            else _dumps(truths[i]),
-            "score": scores[i] if "scores" in batch else rewards[i],
-            "reward": rewards[i],
-            "rewards": {str(key): _plain_number(value) for key, value in (parts[i] or {}).items()},
-            "dropped": drops[i] or None,
-            "finish_reason": reasons[i],
-            "policy_version": versions[i],
-            "advantage": None,
-            "step_scores": step_scores[i],
-            "turns": turns[i],
-            **(
-                {"ranked": ranked[i]} if "ranked" in batch else {}
-            ),  # whether a pair is in the right order
-        }
-        for i in range(num_rows)
-    ]
+    columns = {
+        "sample": column("sample_uuid", "traj_id"),
+        "group": column(*_GROUPS),
+        "tag": column("tag", "tags"),
+        "domain": column("domain"),
+        "ground_truth": column("ground_truth", "answer"),
+        "score": column("scores", "response_level_rewards"),
+        "reward": column("response_level_rewards"),
+        "rewards": column("reward_parts"),
+        "dropped": column("drop_reason", "dropped"),
+        "finish_reason": column("finish_reason"),
+        "policy_version": column("policy_version"),
+        "advantage": [None] * len(batch),
+        "step_scores": column("step_scores"),
+        "turns": column("turns"),
+    }
+    if "ranked" in batch:  # whether a pair is in the right order
+        columns["ranked"] = column("ranked")
+    facts = []
+    for i, values in enumerate(zip(*columns.values(), strict=True)):
+        row = dict(zip(columns, values, strict=True))
+        row["sample"] = f"row-{i}" if row["sample"] is None else str(row["sample"])
+        row["group"] = None if row["group"] is None else str(row["group"])
+        if row["ground_truth"] is not None and not isinstance(row["ground_truth"], str):
+            row["ground_truth"] = _dumps(row["ground_truth"])
+        row["score"], row["reward"] = _plain_number(row["score"]), _plain_number(row["reward"])
+        parts = row["rewards"] or {}
+        row["rewards"] = {str(key): _plain_number(value) for key, value in parts.items()}
+        row["dropped"] = row["dropped"] or None
+        facts.append(row)
+    return facts
 
 
 def _turns_of(generated: np.ndarray, step_scores: Any) -> list[dict[str, Any]]:
-    """Runs of equal mask as turns. A row with one response and no rewards per turn is no trajectory: no turns."""
+    """Runs of equal mask as turns; none for one response without rewards per turn."""
     runs = [(bool(key), len(list(run))) for key, run in groupby(generated.tolist())]
-    rewards = (
-        []
-        if step_scores is None
-        else [_plain_number(value) for value in np.atleast_1d(step_scores).tolist()]
-    )
+    rewards = []
+    if step_scores is not None:
+        rewards = [_plain_number(value) for value in np.atleast_1d(step_scores).tolist()]
     num_responses = sum(key for key, _ in runs)
     if num_responses < 2 and not rewards:
         return []
+    has_rewards = len(rewards) == num_responses
     turns, start, response = [], 0, 0
     for is_response, length in runs:
-        reward = None
-        if is_response and len(rewards) == num_responses:
-            reward = rewards[response]
+        reward = rewards[response] if is_response and has_rewards else None
         response += is_response
         role = "response" if is_response else "observation"
         turns.append({"role": role, "start": start, "end": start + length, "reward": reward})
@@ -308,12 +279,12 @@ def _numpy(column: torch.Tensor) -> np.ndarray:
     return (column.float() if column.is_floating_point() else column).cpu().numpy()
 
 
-def _per_token(column: np.ndarray, width: int, missing: float) -> np.ndarray:
-    """A column of width S as it is; one of width S-1, which speaks of the next token, moved right by one."""
+def _per_token(values: torch.Tensor, width: int, missing: float) -> np.ndarray:
+    """A column of width S as it is; one of width S-1, about the next token, moved right by one."""
+    column = _numpy(values)
     if column.ndim != 2 or column.shape[1] not in (width, width - 1):
-        raise ValueError(
-            f"a token column has shape {column.shape}; expected {width} or {width - 1} columns"
-        )
+        expected = f"expected {width} or {width - 1} columns"
+        raise ValueError(f"a token column has shape {column.shape}; {expected}")
     if column.shape[1] == width:
         return column
     first = np.full((len(column), 1), missing, dtype=column.dtype if missing == 0 else np.float32)
@@ -329,8 +300,8 @@ def _significant(values: np.ndarray, digits: int = 6) -> np.ndarray:
     return np.where(np.isfinite(rounded), rounded, values)
 
 
-def _numbers(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Values as JSON holds them: numbers, names of those that are not finite, None where nothing is known."""
+def _json_numbers(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Numbers, the names of those that are not finite, and None where nothing is known."""
     numbers = values.astype(object)
     numbers[~known] = None
     for cell in np.argwhere(known & ~np.isfinite(values)):
@@ -339,7 +310,7 @@ def _numbers(values: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 
 def _plain_number(value: Any) -> Any:
-    """A float that JSON can hold: the names of those that are not finite, None for what is missing."""
+    """A float that JSON can hold: the name of one that is not finite, None for what is missing."""
     if value is None:
         return None
     value = float(value)
@@ -357,15 +328,84 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return value.tolist()
-    return value.item() if isinstance(value, np.generic) else str(value)
-
-
-# The escapes of ensure_ascii keep lone surrogates and line separators out of the file.
-_ENCODER = json.JSONEncoder(default=_jsonable, separators=(",", ":"))
-
-
 def _dumps(record: Any) -> str:
-    return _ENCODER.encode(record)
+    def plain(value: Any) -> Any:
+        is_array = isinstance(value, np.ndarray | np.generic | torch.Tensor)
+        return value.tolist() if is_array else str(value)
+
+    # The escapes of ensure_ascii keep lone surrogates and line separators out of the file.
+    return json.dumps(record, default=plain, separators=(",", ":"))
+
+
+class TokenTexts:
+    """What each token of a sequence adds to its decoded text.
+
+    By hand, because `tokenizer.decode` of a sequence does not say which token wrote what, and
+    decoding token by token loses characters whose bytes are spread over several tokens. Every id is
+    turned into its bytes once; a sequence is a walk over those bytes. A character of several tokens
+    belongs to the last of them, and the ones before add "". Special tokens are visible; bytes that
+    form no character show as the replacement glyph.
+
+        TokenTexts(tokenizer)([15, 380, 102])   # ["The", " caf", "é"]
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: a transformers tokenizer, or anything with `decode(ids)`."""
+        self._tokenizer = tokenizer
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        # The only thing that a decoder says about itself is its serialised form.
+        kind = decoder.__getstate__().decode() if decoder is not None else ""
+        self._byte_of: dict[str, int] = {}
+        if '"ByteLevel"' in kind:
+            # Such tokenizers write printable bytes as themselves, and move the others past 255.
+            printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+            others = [byte for byte in range(256) if byte not in printable]
+            self._byte_of = {chr(byte): byte for byte in printable}
+            self._byte_of |= {chr(256 + i): byte for i, byte in enumerate(others)}
+        self._has_fallback = '"ByteFallback"' in kind
+        self._marks_spaces = '"Metaspace"' in kind or "▁" in kind
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = {int(token_id): str(token) for token_id, token in added.items()}
+        self._pieces: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}  # None: depends on the neighbours
+
+    def __call__(self, ids: Iterable[int]) -> list[str]:
+        """One text per id."""
+        texts: list[str] = []
+        pending = False  # whether the decoder holds the first bytes of a character
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in ids:
+            if token_id not in self._pieces:
+                piece = self._pieces[token_id] = self._bytes(token_id)
+                try:
+                    self._texts[token_id] = piece.decode()
+                except UnicodeDecodeError:
+                    self._texts[token_id] = None
+            text = self._texts[token_id]
+            if text is None or pending:
+                text = decoder.decode(self._pieces[token_id])
+                pending = bool(decoder.getstate()[0])
+            texts.append(text)
+        if pending:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode("utf-8", "replace")
+        # The token as the vocabulary writes it; None for rows that pad the embedding.
+        convert = getattr(self._tokenizer, "convert_ids_to_tokens", lambda token_id: "")
+        try:
+            name = convert(token_id)
+        except (IndexError, KeyError, OverflowError, ValueError):
+            name = None
+        if name is None:
+            return f"<{token_id}?>".encode()
+        if self._byte_of and name and all(character in self._byte_of for character in name):
+            return bytes(self._byte_of[character] for character in name)
+        fallback = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name)
+        if self._has_fallback and fallback:
+            return bytes([int(fallback[1], 16)])
+        if self._marks_spaces:
+            return name.replace("▁", " ").encode("utf-8", "replace")
+        return str(self._tokenizer.decode([token_id])).encode("utf-8", "replace")

@@ -1,48 +1,43 @@
-"""What looks wrong in a run, in words, with the step to look at. Pure functions of metrics and sample statistics.
+"""What looks wrong in a run, in words, with the step to look at.
 
-Each rule looks at one thing and answers with findings, an empty list if all is well, or None if the run holds nothing
-to judge by. `check(run, stats)` asks all of them.
+Each rule looks at one thing and answers with findings, an empty list if all is well, or None if the
+run holds nothing to judge by. `check(run, stats)` asks all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from roll.viewer.run_data import RunData
 from roll.viewer.samples import StepStats
 
-SEVERITIES = ("bad", "warn", "info")
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that looks wrong."""
+    """One thing that looks wrong.
+
+    `severity`: "bad" if numbers cannot be trusted or the run is broken; "warn": look at it; "info".
+    `detail`: what was seen, why it matters and what to try. `samples`: whether the samples of
+    `step` show it, rather than the curve.
+    """
 
     severity: str
-    """"bad": numbers cannot be trusted or the run is broken; "warn": look at it; "info": good to know."""
-
     title: str
     detail: str
-    """What was seen, why it matters and what to try."""
-
     step: int | None = None
     metric: str | None = None
     samples: bool = False
-    """Whether the samples of `step` show it, rather than the curve."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What came of one rule."""
+    """What came of one rule: `verdict` is "ok", "found" or "not measured"."""
 
     name: str
     verdict: str
-    """"ok", "found" or "not measured"."""
-
     findings: list[Finding]
 
 
@@ -60,10 +55,6 @@ def check(run: RunData, stats: Sequence[StepStats]) -> list[Check]:
     return checks
 
 
-def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    return [asdict(item) for item in checks]
-
-
 def metric_series(run: RunData, name: str) -> Series:
     """(step, value) where the metric was logged and finite."""
     values = zip(run.steps, run.metrics.get(name, []), strict=False)
@@ -71,30 +62,26 @@ def metric_series(run: RunData, name: str) -> Series:
 
 
 def first_metric(run: RunData, *names: str) -> tuple[str, Series] | None:
-    """The first of these metrics that was logged; names also match behind a domain (`math/critic/kl`)."""
+    """The first of these metrics that was logged; also behind a domain (`math/critic/kl`)."""
     for name in names:
         for key in run.metrics:
-            if (
-                (key == name or key.endswith(f"/{name}"))
-                and not key.startswith("val/")
-                and (series := metric_series(run, key))
-            ):
-                return key, series
+            if (key == name or key.endswith(f"/{name}")) and not key.startswith("val/"):
+                series = metric_series(run, key)
+                if series:
+                    return key, series
     return None
 
 
-def spikes(
-    series: Series, *, factor: float = 5.0, window: int = 20, at_least: float = 0.0
-) -> Series:
-    """Points that stand far above the `window` points before them: more than `factor` times their median, ten typical
-    deviations above it, and twice their largest. The first eight points have no past to compare with."""
+def spikes(series: Series, *, at_least: float = 0.0) -> Series:
+    """Points that stand far above the 20 points before them: more than 5 times their median, ten
+    typical deviations above it, and twice their largest. The first 8 have no past to compare."""
     found = []
     for i in range(8, len(series)):
-        past = [value for _, value in series[max(0, i - window) : i]]
+        past = [value for _, value in series[max(0, i - 20) : i]]
         middle = median(past)
         deviation = median(abs(value - middle) for value in past)
         step, value = series[i]
-        if value > max(factor * abs(middle), middle + 10 * deviation, 2 * max(past), at_least):
+        if value > max(5 * abs(middle), middle + 10 * deviation, 2 * max(past), at_least):
             found.append((step, value))
     return found
 
@@ -108,30 +95,21 @@ def quarters(series: Series) -> tuple[float, float]:
 
 def status(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
     state = run.info.get("status")
+    last = run.steps[-1] if run.steps else None
     if state == "failed":
         why = str(run.info.get("error") or "The last lines of its log say why.")
-        return [Finding("bad", "The run failed", why, run.steps[-1] if run.steps else None)]
+        return [Finding("bad", "The run failed", why, last)]
     if state == "stopped":
-        last = run.steps[-1] if run.steps else None
-        return [
-            Finding(
-                "info",
-                "The run was stopped before its end",
-                "It can be resumed from its last checkpoint.",
-                last,
-            )
-        ]
+        how = "It can be resumed from its last checkpoint."
+        return [Finding("info", "The run was stopped before its end", how, last)]
     return [] if state == "finished" else None
 
 
 def nan_metrics(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
     found = []
     for name, values in run.metrics.items():
-        odd = [
-            step
-            for step, v in zip(run.steps, values, strict=True)
-            if v is not None and not math.isfinite(v)
-        ]
+        points = zip(run.steps, values, strict=True)
+        odd = [step for step, v in points if v is not None and not math.isfinite(v)]
         if odd:
             found.append((odd[0], name, len(odd)))
     findings = []
@@ -139,55 +117,45 @@ def nan_metrics(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
         step, name, _ = min(found)
         others = f", and {len(found) - 1} more metrics later" if len(found) > 1 else ""
         times = sum(count for _, _, count in found)
-        findings.append(
-            Finding(
-                "bad",
-                f"{name} is not a number at step {step}",
-                f"{times} logged value{'s are' if times > 1 else ' is'} NaN or infinite: first {name}{others}. From "
-                "there on weights may be broken."
-                " Look at the learning rate, the gradient norm before it, and rewards that are not finite.",
-                step,
-                name,
-            )
+        detail = (
+            f"{times} logged value{'s are' if times > 1 else ' is'} NaN or infinite: first "
+            f"{name}{others}. From there on weights may be broken. Look at the learning rate, the "
+            "gradient norm before it, and rewards that are not finite."
         )
-    odd_tokens = [
-        (item.step, sum(item.odd.values()), ", ".join(item.odd)) for item in stats if item.odd
-    ]
-    if odd_tokens:
-        step, count, columns = odd_tokens[0]
-        detail = f"{count} trained or generated tokens of step {step} have a {columns} that is NaN or infinite."
-        findings.append(
-            Finding(
-                "bad", f"Tokens without a finite number at step {step}", detail, step, samples=True
+        title = f"{name} is not a number at step {step}"
+        findings.append(Finding("bad", title, detail, step, name))
+    for item in stats:
+        if item.odd:
+            count, columns = sum(item.odd.values()), ", ".join(item.odd)
+            detail = (
+                f"{count} trained or generated tokens of step {item.step} have a {columns} that "
+                "is NaN or infinite."
             )
-        )
+            title = f"Tokens without a finite number at step {item.step}"
+            findings.append(Finding("bad", title, detail, item.step, samples=True))
+            break
     return findings if run.metrics or stats else None
 
 
 def skipped(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
     findings = []
+    reasons = {
+        "skipped_steps": "its gradient was not finite",
+        "final_mask_sum_eq_0": "no token was left to train on",
+    }
     for name in run.metrics:
-        if name.endswith(("skipped_steps", "final_mask_sum_eq_0")):
-            hit = [(step, value) for step, value in metric_series(run, name) if value > 0]
-            if hit:
-                what = (
-                    "its gradient was not finite"
-                    if name.endswith("skipped_steps")
-                    else "no token was left to train on"
-                )
-                detail = f"{len(hit)} of {len(run.steps)} steps changed nothing, because {what}."
-                title = (
-                    f"Step {hit[0][0]} was skipped"
-                    if len(hit) == 1
-                    else f"{len(hit)} steps were skipped"
-                )
-                severity = "bad" if len(hit) > max(1, len(run.steps) // 10) else "warn"
-                findings.append(Finding(severity, title, detail, hit[0][0], name))
-    gaps = [(a, b) for a, b in zip(run.steps, run.steps[1:], strict=False) if b - a > 1]
-    regular = (
-        len({b - a for a, b in zip(run.steps, run.steps[1:], strict=False)}) <= 1
-    )  # logged every nth step
-    if gaps and not regular:
+        why = [reason for ending, reason in reasons.items() if name.endswith(ending)]
+        hit = [step for step, value in metric_series(run, name) if value > 0]
+        if why and hit:
+            detail = f"{len(hit)} of {len(run.steps)} steps changed nothing, because {why[0]}."
+            title = f"{len(hit)} steps were skipped"
+            if len(hit) == 1:
+                title = f"Step {hit[0]} was skipped"
+            severity = "bad" if len(hit) > max(1, len(run.steps) // 10) else "warn"
+            findings.append(Finding(severity, title, detail, hit[0], name))
+    pairs = list(zip(run.steps, run.steps[1:], strict=False))
+    gaps = [(a, b) for a, b in pairs if b - a > 1]
+    if gaps and len({b - a for a, b in pairs}) > 1:  # otherwise every nth step is logged
         a, b = gaps[0]
         detail = f"Nothing was logged between step {a} and step {b} ({len(gaps)} such gaps)."
         findings.append(Finding("warn", "Steps are missing from the log", detail, a))
@@ -205,19 +173,18 @@ def ratio_off_one(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | N
         return []
     many = sum(abs(value - 1) > 0.05 for _, value in series)
     detail = (
-        f"The mean ratio of new to old probability is {worst:.3g} at step {step}, and off by more than 5% in {many} of "
-        f"{len(series)} steps. Near 1 the update is on the data that was sampled; far from it the clip throws "
-        "gradients away. Fewer passes over a batch, a smaller learning rate or fresher samples bring it back."
+        f"The mean ratio of new to old probability is {worst:.3g} at step {step}, and off by more "
+        f"than 5% in {many} of {len(series)} steps. Near 1 the update is on the data that was "
+        "sampled; far from it the clip throws gradients away. Fewer passes over a batch, a smaller "
+        "learning rate or fresher samples bring it back."
     )
-    return [
-        Finding("bad" if off > 0.5 else "warn", "The policy ratio is off 1", detail, step, name)
-    ]
+    severity = "bad" if off > 0.5 else "warn"
+    return [Finding(severity, "The policy ratio is off 1", detail, step, name)]
 
 
 def gap_growing(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-    series = [
-        (item.step, item.gap) for item in stats if item.gap is not None and item.split == "train"
-    ]
+    trained = [item for item in stats if item.split == "train"]
+    series = [(item.step, item.gap) for item in trained if item.gap is not None]
     name = None
     if not series:
         known = first_metric(
@@ -229,81 +196,60 @@ def gap_growing(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
         if known is None:
             return None
         name, raw = known
-        series = [(step, abs(value - 1) if "ratio" in name else abs(value)) for step, value in raw]
+        neutral = 1 if "ratio" in name else 0
+        series = [(step, abs(value - neutral)) for step, value in raw]
     step, worst = max(series, key=lambda point: point[1])
     first, last = quarters(series)
     grows = len(series) >= 4 and last > 2 * first and last > 0.02
     if not grows and worst <= 0.1:
         return []
-    how = f"grew from {first:.2g} to {last:.2g}" if grows else f"reaches {worst:.2g}"
+    how, title = f"reaches {worst:.2g}", "The log-prob gap is large"
+    if grows:
+        how, title = f"grew from {first:.2g} to {last:.2g}", "The log-prob gap is growing"
     detail = (
-        f"The trainer and the sampler disagree about the same tokens: the mean gap of their log-probs {how}. "
-        "The gradient is then taken for a policy that did not produce the data. Check that weights reach the sampler, "
-        "precision, and sampling settings such as top-p; the train/infer correction limits the damage."
+        f"The trainer and the sampler disagree about the same tokens: the mean gap of their "
+        f"log-probs {how}. The gradient is then taken for a policy that did not produce the data. "
+        "Check that weights reach the sampler, precision, and sampling settings such as top-p; the "
+        "train/infer correction limits the damage."
     )
-    title = "The log-prob gap is growing" if grows else "The log-prob gap is large"
-    return [
-        Finding(
-            "bad" if max(worst, last) > 0.3 else "warn",
-            title,
-            detail,
-            step,
-            name,
-            samples=name is None,
-        )
-    ]
+    severity = "bad" if max(worst, last) > 0.3 else "warn"
+    return [Finding(severity, title, detail, step, name, samples=name is None)]
 
 
 def flat_groups(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-    series = [
-        (item.step, item.flat_groups / item.groups)
-        for item in stats
-        if item.groups and item.split == "train"
-    ]
-    name = None
-    if known := first_metric(
-        run, "critic/zero_std_group_frac"
-    ):  # of all groups, not only of those that were kept
+    known = first_metric(run, "critic/zero_std_group_frac")
+    if known is not None:  # of all groups, not only of those whose samples are kept
         name, series = known
+    else:
+        name, series = None, []
+        for item in stats:
+            if item.groups and item.split == "train":
+                series.append((item.step, item.flat_groups / item.groups))
     if not series:
         return None
     _, late = quarters(series)
     step, worst = max(series, key=lambda point: point[1])
     if late <= 0.7 and worst < 0.999:
         return []
-    score = next((item.score for item in reversed(stats) if item.score is not None), None)
-    easy = score is not None and score > 0.8
     if late <= 0.7:
         detail = f"At step {step} every group had equal scores, so that step taught nothing."
         return [Finding("info", "One step without any signal", detail, step, name, samples=True)]
+    score = next((item.score for item in reversed(stats) if item.score is not None), None)
+    severity = "warn"
+    advice = "The tasks may be too hard or too easy; more samples per prompt or other tasks help."
+    if score is not None and score > 0.8:
+        severity = "info"
+        advice = "The tasks have become too easy: harder ones would teach more."
     detail = (
-        f"In {late:.0%} of the groups of the last quarter all answers got the same score, so they give no gradient. "
-        + ("The tasks have become too easy: harder ones would teach more." if easy else "")
-        + (
-            ""
-            if easy
-            else "The tasks may be too hard or too easy; more samples per prompt or other tasks help."
-        )
+        f"In {late:.0%} of the groups of the last quarter all answers got the same score, so they "
+        f"give no gradient. {advice}"
     )
-    return [
-        Finding(
-            "info" if easy else "warn",
-            "Most groups carry no signal",
-            detail,
-            step,
-            name,
-            samples=True,
-        )
-    ]
+    return [Finding(severity, "Most groups carry no signal", detail, step, name, samples=True)]
 
 
 def truncation(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-    series = [
-        (item.step, item.truncated / item.finished)
-        for item in stats
-        if item.finished and item.split == "train"
-    ]
-    name = None
+    finished = [item for item in stats if item.finished and item.split == "train"]
+    name, series = None, [(item.step, item.truncated / item.finished) for item in finished]
     if not series:
         known = first_metric(run, "token/total_response_length/clip", "actor/max_len_mask_ratio")
         if known is None:
@@ -314,72 +260,55 @@ def truncation(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None
     if late <= 0.1 and worst <= 0.3:
         return []
     detail = (
-        f"{late:.0%} of the answers of the last quarter, and {worst:.0%} at step {step}, ended because they hit the "
-        "length limit. Their score says little about them. Raise the response length, or mask such answers."
+        f"{late:.0%} of the answers of the last quarter, and {worst:.0%} at step {step}, ended "
+        "because they hit the length limit. Their score says little about them. Raise the response "
+        "length, or mask such answers."
     )
-    return [
-        Finding(
-            "bad" if late > 0.5 else "warn",
-            "Answers are cut off",
-            detail,
-            step,
-            name,
-            samples=name is None,
-        )
-    ]
+    severity = "bad" if late > 0.5 else "warn"
+    return [Finding(severity, "Answers are cut off", detail, step, name, samples=name is None)]
 
 
 def spike_rule(what: str, advice: str, floor: float, *stems: str) -> Rule:
     """A rule for sudden jumps of the metrics whose last part is one of `stems`."""
 
     def rule(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-        names = [
-            name
-            for name in run.metrics
-            if name.rpartition("/")[2] in stems and not name.startswith("val/")
-        ]
+        names = [name for name in run.metrics if name.rpartition("/")[2] in stems]
+        names = [name for name in names if not name.startswith("val/")]
         findings = []
         for name in names:
             found = spikes(metric_series(run, name), at_least=floor)
             if found:
                 step, value = max(found, key=lambda point: point[1])
                 times = "once" if len(found) == 1 else f"{len(found)} times"
-                detail = f"{name} jumped {times} far above what it was before; at step {step} to {value:.3g}. {advice}"
-                findings.append(
-                    Finding(
-                        "warn", f"{what} jumps to {value:.3g} at step {step}", detail, step, name
-                    )
+                detail = (
+                    f"{name} jumped {times} far above what it was before; at step {step} to "
+                    f"{value:.3g}. {advice}"
                 )
+                title = f"{what} jumps to {value:.3g} at step {step}"
+                findings.append(Finding("warn", title, detail, step, name))
         return findings if names else None
 
     return rule
 
 
 def constant_parts(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
-    lowest: dict[str, float] = {}
-    highest: dict[str, float] = {}
-    count: dict[str, int] = {}
+    seen: dict[str, list[tuple[int, float, float, float]]] = {}
     for item in stats:
-        for name, (number, low, high, _) in item.parts.items():
-            lowest[name], highest[name] = (
-                min(low, lowest.get(name, low)),
-                max(high, highest.get(name, high)),
-            )
-            count[name] = count.get(name, 0) + number
-    if not count:
-        return None
-    return [
-        Finding(
-            "warn",
-            f"The reward part {name!r} never varies",
-            f"It is {lowest[name]:g} in all {count[name]} samples, so it teaches nothing. Either every answer deserves "
-            "it, or the function that computes it does not see what it should.",
-            stats[-1].step,
-            samples=True,
+        for name, part in item.parts.items():
+            seen.setdefault(name, []).append(part)
+    findings = []
+    for name, parts in seen.items():
+        count = sum(number for number, *_ in parts)
+        lowest = min(low for _, low, _, _ in parts)
+        if count < 8 or lowest != max(high for _, _, high, _ in parts):
+            continue
+        detail = (
+            f"It is {lowest:g} in all {count} samples, so it teaches nothing. Either every answer "
+            "deserves it, or the function that computes it does not see what it should."
         )
-        for name in count
-        if count[name] >= 8 and lowest[name] == highest[name]
-    ]
+        title = f"The reward part {name!r} never varies"
+        findings.append(Finding("warn", title, detail, stats[-1].step, samples=True))
+    return findings if seen else None
 
 
 def score_falls(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
@@ -388,20 +317,19 @@ def score_falls(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | Non
         return None
     name, series = known
     size = max(2, len(series) // 8)
-    means = [
-        (series[i + size - 1][0], sum(v for _, v in series[i : i + size]) / size)
-        for i in range(len(series) - size + 1)
-    ]
+    means = []
+    for i in range(len(series) - size + 1):
+        means.append((series[i + size - 1][0], sum(v for _, v in series[i : i + size]) / size))
     best_step, best = max(means, key=lambda point: point[1])
     start, end = means[0][1], means[-1][1]
-    if (
-        best > start
-        and best - end > 0.5 * (best - start)
-        and best - end > 0.05 * max(1.0, abs(best))
-    ):
-        detail = f"It rose to {best:.3g} around step {best_step} and is back at {end:.3g}. Compare samples of both times."
-        return [Finding("warn", "The score fell after its best", detail, best_step, name)]
-    return []
+    fall = best - end
+    if best <= start or fall <= 0.5 * (best - start) or fall <= 0.05 * max(1.0, abs(best)):
+        return []
+    detail = (
+        f"It rose to {best:.3g} around step {best_step} and is back at {end:.3g}. Compare samples "
+        "of both times."
+    )
+    return [Finding("warn", "The score fell after its best", detail, best_step, name)]
 
 
 def entropy_collapse(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
@@ -410,11 +338,14 @@ def entropy_collapse(run: RunData, stats: Sequence[StepStats]) -> list[Finding] 
         return None
     name, series = known
     first, last = quarters(series)
-    if first > 0 and last < 0.05 * first:
-        step = next(step for step, value in series if value < 0.05 * first)
-        detail = f"It fell from {first:.2g} to {last:.2g}: the model gives the same answer every time and stops exploring."
-        return [Finding("warn", "Entropy has collapsed", detail, step, name)]
-    return []
+    if first <= 0 or last >= 0.05 * first:
+        return []
+    step = next(step for step, value in series if value < 0.05 * first)
+    detail = (
+        f"It fell from {first:.2g} to {last:.2g}: the model gives the same answer every time and "
+        "stops exploring."
+    )
+    return [Finding("warn", "Entropy has collapsed", detail, step, name)]
 
 
 def dropped(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
@@ -429,7 +360,10 @@ def dropped(run: RunData, stats: Sequence[StepStats]) -> list[Finding] | None:
         return []
     reason = max(reasons, key=lambda key: reasons[key])
     step = max(stats, key=lambda item: sum(item.dropped.values()) / max(item.samples, 1)).step
-    detail = f"{lost} of {total} logged samples were not trained on; most often: {reason} ({reasons[reason]})."
+    detail = (
+        f"{lost} of {total} logged samples were not trained on; most often: {reason} "
+        f"({reasons[reason]})."
+    )
     return [Finding("warn", "Many samples are discarded", detail, step, samples=True)]
 
 
@@ -445,10 +379,7 @@ RULES: dict[str, Rule] = {
         "KL",
         "The policy moved far in one step: look at the batch before it.",
         0.05,
-        "kl",
-        "kl_loss",
-        "approxkl",
-        "policykl",
+        *("kl", "kl_loss", "approxkl", "policykl"),
     ),
     "Gradient norm without jumps": spike_rule(
         "The gradient norm",

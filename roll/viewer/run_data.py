@@ -25,11 +25,8 @@ class RolloutFile:
 
     path: Path
     step: int
-    split: str
-    """"train" or "val"."""
-
-    stamp: str
-    """Changes when the file does."""
+    split: str  # "train" or "val"
+    stamp: str  # changes when the file does
 
 
 @dataclass
@@ -38,20 +35,13 @@ class RunData:
 
     path: Path
     name: str
-    info: dict[str, Any] = field(default_factory=dict)
-    """run.json."""
-
-    config: dict[str, Any] = field(default_factory=dict)
-    """config.yaml."""
-
+    info: dict[str, Any] = field(default_factory=dict)  # run.json
+    config: dict[str, Any] = field(default_factory=dict)  # config.yaml
     steps: list[int] = field(default_factory=list)
     times: list[float | None] = field(default_factory=list)
+    # Metric -> one value per entry of `steps`: None if not logged; may be NaN or infinite.
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
-    """Metric to one value per entry of `steps`; None where it was not logged. Values may be NaN or infinite."""
-
-    rollouts: list[RolloutFile] = field(default_factory=list)
-    """In the order of steps, training before validation."""
-
+    rollouts: list[RolloutFile] = field(default_factory=list)  # by step, training first
     problems: list[str] = field(default_factory=list)
 
     def problem(self, text: str) -> None:
@@ -73,10 +63,10 @@ def read_run(run_dir: str | Path) -> RunData:
         raise FileNotFoundError(
             f"{path} is not a folder; expected the folder of a run, as printed when it started"
         )
-    run = RunData(path, path.resolve().name)
     known = ("run.json", "metrics.jsonl", "config.yaml", "rollouts")
     if not any((path / name).exists() for name in known):
         raise FileNotFoundError(f"{path} holds no run: none of {', '.join(known)} is in it")
+    run = RunData(path, path.resolve().name)
     run.info = _mapping(run, "run.json", json.loads)
     run.config = _mapping(run, "config.yaml", yaml.safe_load)
     _read_metrics(run)
@@ -89,12 +79,12 @@ def rollout_files(run_dir: Path) -> list[RolloutFile]:
     files = []
     folder = run_dir / "rollouts"
     for path in folder.iterdir() if folder.is_dir() else ():
-        if (match := _ROLLOUTS.fullmatch(path.name)) and path.is_file():
+        match = _ROLLOUTS.fullmatch(path.name)
+        if match and path.is_file():
             stat = path.stat()
             split = "train" if match[1] == "step" else "val"
-            files.append(
-                RolloutFile(path, int(match[2]), split, f"{stat.st_size}-{stat.st_mtime_ns}")
-            )
+            stamp = f"{stat.st_size}-{stat.st_mtime_ns}"
+            files.append(RolloutFile(path, int(match[2]), split, stamp))
     return sorted(files, key=lambda file: (file.step, file.split))
 
 
@@ -107,21 +97,17 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                if line.endswith(
-                    "\n"
-                ):  # otherwise it is still being written, or was when the run was killed
+                # Without an end it is still being written, or was when the run was killed.
+                if line.endswith("\n"):
                     yield number, str(error)
                 continue
-            yield (
-                number,
-                value
-                if isinstance(value, dict)
-                else f"expected an object, found {line.strip()[:40]!r}",
-            )
+            if not isinstance(value, dict):
+                value = f"expected an object, found {line.strip()[:40]!r}"
+            yield number, value
 
 
 def as_number(value: Any) -> float | None:
-    """A float of what a metric may be: numbers, truth values, and the names "NaN", "Infinity" and "-Infinity"."""
+    """A float of what a metric may be: a number, a truth value, or the name of an odd number."""
     if isinstance(value, bool | int | float) or value in ("NaN", "Infinity", "-Infinity"):
         try:
             return float(value)
@@ -152,11 +138,12 @@ def _mapping(run: RunData, name: str, parse: Any) -> dict[str, Any]:
 
 
 def _read_metrics(run: RunData) -> None:
-    """Later lines of a step win, metric by metric: a step may log several times, and a resumed run logs it again."""
     path = run.path / "metrics.jsonl"
     if not path.exists():
         run.problem("There is no metrics.jsonl: nothing was logged yet.")
         return
+    # Later lines of a step win, metric by metric: a step may log several times, and a run that
+    # resumes logs it again.
     rows: dict[int, dict[str, float]] = {}
     times: dict[int, float | None] = {}
     try:
@@ -167,11 +154,12 @@ def _read_metrics(run: RunData) -> None:
                 run.problem(f"metrics.jsonl, line {number}: {found}")
                 continue
             times[step] = as_number(row.get("time"))
-            into = rows.setdefault(step, {})
+            values = rows.setdefault(step, {})
             for key, value in row.items():
-                number_value = as_number(value)
-                if key not in ("step", "time") and number_value is not None:
-                    into[key.rpartition("@")[0] or key] = number_value
+                logged = as_number(value)
+                if key not in ("step", "time") and logged is not None:
+                    # The part after the @ says how a metric is reduced over workers.
+                    values[key.rpartition("@")[0] or key] = logged
     except OSError as error:
         run.problem(f"metrics.jsonl cannot be read: {error}")
     run.steps = sorted(rows)

@@ -29,11 +29,13 @@ from roll.engines.request import SamplingParams
 from roll.pipeline.agentic.agentic_config import AgenticConfig, EnvTemplate
 from roll.pipeline.dpo.dpo_config import DPOConfig
 from roll.pipeline.registry import CONFIG_CLASSES, load_config, pipeline_class
-from roll.pipeline.rlvr.rewards.code_sandbox_reward_worker import CodeSandboxRewardWorker
-from roll.pipeline.rlvr.rewards.llm_judge_reward_worker import LLMJudgeRewardWorker
-from roll.pipeline.rlvr.rewards.math_rule_reward_worker import MathRuleRewardWorker
 from roll.pipeline.rlvr.rlvr_config import RewardConfig, RLVRConfig
 from roll.pipeline.sft.sft_config import SFTConfig
+from roll.rewards.workers import (
+    CodeSandboxRewardWorker,
+    LLMJudgeRewardWorker,
+    MathRuleRewardWorker,
+)
 
 ROOT = Path(__file__).parents[2]
 # Functions of the configs that read fields to copy, list or check them, and folders that only show a config.

@@ -14,8 +14,9 @@ from small_projects import CONFIGS, make_project
 
 from roll.configs.memory import GIB
 from roll.exceptions import install_hint
-from roll.pipeline.preflight import PLAIN_REWARDS, examine, preflight
+from roll.pipeline.preflight import examine, preflight
 from roll.pipeline.registry import load_config
+from roll.rewards.check import PLAIN_REWARDS
 from roll.utils.import_utils import import_class
 from roll.utils.machine import Machine, parse_machine
 
@@ -350,10 +351,10 @@ def test_large_files_are_read_in_part_and_that_is_said(project, monkeypatch, tmp
 
 def test_rewards_that_are_not_asked_have_nothing_to_say():
     """They are not imported, because that takes seconds: so they must not have a check of their own."""
-    from roll.pipeline.rlvr.rewards.pool_reward_worker import PoolRewardWorker
+    from roll.rewards.workers import PoolRewardWorker
 
-    for path in PLAIN_REWARDS:
-        worker = import_class(path)
+    for name in PLAIN_REWARDS:
+        worker = import_class(f"roll.rewards.workers.{name}")
         assert issubclass(worker, PoolRewardWorker)
         assert worker.check.__func__ is PoolRewardWorker.check.__func__
         assert worker.function_of.__func__ is PoolRewardWorker.function_of.__func__

@@ -17,8 +17,8 @@ from roll.exceptions import ConfigError, DataError
 from roll.pipeline.data import load_data, make_sampler
 from roll.pipeline.policy_pipeline import PolicyPipeline
 from roll.pipeline.rlvr.actor_worker import SAMPLE_WEIGHTS, compute_sample_weights
-from roll.pipeline.rlvr.rewards.check import check_rewards
 from roll.pipeline.rlvr.rlvr_config import RLVRConfig
+from roll.rewards.check import check_rewards
 from roll.rollout.prompts import PromptSource
 from roll.rollout.types import Rollout
 from roll.utils.functionals import (

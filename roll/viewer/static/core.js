@@ -70,47 +70,11 @@ const R = (window.R = {
       throw new Error("This browser is too old for the report: it needs Chrome 103, Firefox 113 or Safari 16.4.");
     }
     const stream = new Blob([bytesOf(packed)]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-    const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
-    const length = new DataView(bytes.buffer).getUint32(0, true);
-    const header = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + length)));
-    if (header.columns) header.columns = readColumns(header, bytes, 4 + length);
-    return header;
+    return JSON.parse(await new Response(stream).text());
   }
 
   const ODD = { NaN: NaN, Infinity: Infinity, "-Infinity": -Infinity };
   R.number = (value) => (typeof value === "string" && Object.hasOwn(ODD, value) ? ODD[value] : value);
-
-  // Byte planes back to numbers; see packing.py.
-  function readColumns(header, bytes, start) {
-    const columns = {};
-    for (const [name, about] of Object.entries(header.columns)) {
-      const { length, planes, scale } = about;
-      const whole = new Uint32Array(length);
-      for (let plane = 0; plane < planes; plane++) {
-        const offset = start + plane * length;
-        for (let i = 0; i < length; i++) whole[i] = (whole[i] | (bytes[offset + i] << (8 * plane))) >>> 0;
-      }
-      start += planes * length;
-      if (about.whole) { columns[name] = whole; continue; }
-      let values;
-      if (scale === 0) {
-        values = Float64Array.from(new Float32Array(whole.buffer));
-      } else {
-        values = new Float64Array(length);
-        for (let i = 0; i < length; i++) {
-          const z = whole[i];
-          values[i] = (z & 1 ? -((z + 1) / 2) : z / 2) * scale;
-        }
-      }
-      for (const [i, odd] of about.odd || []) values[i] = ODD[odd];
-      columns[name] = values;
-    }
-    for (const [name, base] of Object.entries(header.differences || {})) {
-      const values = columns[name], near = columns[base];
-      for (let i = 0; i < values.length; i++) if (Number.isFinite(near[i])) values[i] += near[i];
-    }
-    return columns;
-  }
 })();
 
 // Elements. Children are elements or text; attributes never hold text of a model except title and aria-label.

@@ -28,13 +28,7 @@
   const state = (changes = {}) => ({ run: here.run || null, split: here.split === "val" ? "val" : null, step: here.entry?.step, sample: here.sample, ...changes });
   const tone = (value) => (value > 0 ? "up" : value < 0 ? "down" : "zero");
 
-  function rowsOf(listing) {
-    const columns = Object.fromEntries(listing.fields.map((field, i) => [field, listing.rows[i] || []]));
-    return (columns.sample || []).map((_, i) => {
-      const row = Object.fromEntries(listing.fields.map((field) => [field, columns[field][i]]));
-      return { ...row, number: i, score: R.number(row.score), advantage: R.number(row.advantage) };
-    });
-  }
+  const rowsOf = (listing) => listing.rows.map((row, i) => ({ ...row, number: i, score: R.number(row.score), advantage: R.number(row.advantage) }));
 
   // A list of rows of known heights: only those in sight are in the page.
   function virtualList(box, items, height, draw) {

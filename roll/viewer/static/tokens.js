@@ -5,36 +5,21 @@
   // A sample out of its piece: texts, flags, and numbers per token (null where there is none).
   R.sampleOf = (piece, index, vocabulary) => {
     const about = piece.samples[index];
-    let offset = 0, knownOffset = 0;
-    const size = (runs) => runs.reduce((sum, run, i) => sum + (i % 2 ? run : 0), 0);
-    for (let i = 0; i < index; i++) {
-      offset += piece.samples[i].length || 0;
-      knownOffset += size(piece.samples[i].known || []);
-    }
-    const length = about.length || 0;
-    const flags = (runs) => {
-      const result = new Uint8Array(length);
-      let at = 0;
-      (runs || []).forEach((run, i) => { if (i % 2) result.fill(1, at, at + run); at += run; });
-      return result;
-    };
+    const words = about.words || [], length = words.length;
     const [ids, texts] = vocabulary[0] || [[], []];
-    const known = flags(about.known);
+    const known = new Uint8Array(length);
     const columns = {};
-    for (const [name, values] of Object.entries(piece.columns)) {
-      if (name === "words") continue;
-      const missing = new Set(piece.nulls[name] || []);
-      const column = new Array(length).fill(null);
-      let any = false;
-      for (let i = 0, k = knownOffset; i < length; i++) {
-        if (!known[i]) continue;
-        if (!missing.has(k)) { column[i] = values[k]; any = true; }
-        k++;
-      }
-      if (any) columns[name] = column;
+    // Whole multiples of a unit, some of them relative to a column before; see samples.py.
+    for (const [name, { unit, base, values }] of Object.entries(about.columns || {})) {
+      const near = columns[base];
+      columns[name] = values.map((value, i) => {
+        if (value === null) return null;
+        known[i] = 1;
+        if (typeof value === "string") return R.number(value);
+        return value * unit + (near && Number.isFinite(near[i]) ? near[i] : 0);
+      });
     }
-    const word = (i) => piece.columns.words[offset + i];
-    return { ...about, length, mask: flags(about.mask), known, columns, text: (i) => texts[word(i)] ?? "", id: (i) => ids[word(i)] };
+    return { ...about, length, mask: about.mask || [], known, columns, text: (i) => texts[words[i]] ?? "", id: (i) => ids[words[i]] };
   };
   R.textOf = (sample) => {
     if (!sample.length) return `${sample.prompt || ""}${sample.response || ""}`;

@@ -30,8 +30,8 @@ from roll.pipeline.agentic.env import (
     find_groups,
     step_info,
 )
-from roll.utils.sandbox import run_python
-from roll.utils.scoring.pool import ScorePool
+from roll.rewards.pool import ScorePool
+from roll.rewards.sandbox import run_python
 
 _MAX_BITS = 4096
 _MAX_EXPRESSION = 1000
@@ -121,7 +121,7 @@ def dataset_file(name: str, split: str | None) -> str:
 def _math_pool(timeout_s: float) -> ScorePool:
     """One process for all environments of this one; it ends with it."""
     return ScorePool(
-        "roll.utils.scoring.math_answers:score",
+        "roll.rewards.math_answers:score",
         num_processes=1,
         timeout_s=timeout_s,
         memory_mb=2048,

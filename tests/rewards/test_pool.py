@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from process_checks import children, eventually, marked, running
 
 from roll.exceptions import ConfigError, RollError
-from roll.utils.scoring.pool import ScorePool, check_reward_fn
+from roll.rewards.pool import ScorePool, check_reward_fn
 
 FILE = Path(__file__).with_name("score_functions.py")
 GOOD = {"prompt": "1+1", "response": "2", "ground_truth": "2"}
@@ -19,9 +18,12 @@ BAD = {"prompt": "1+1", "response": "3", "ground_truth": "2"}
 
 
 def make_pool(name: str = "score", **options) -> ScorePool:
-    return ScorePool(
-        f"{FILE}:{name}", **{"num_processes": 2, "timeout_s": 60.0, "memory_mb": 300, **options}
-    )
+    options = {"num_processes": 2, "timeout_s": 60.0, "memory_mb": 300, **options}
+    return ScorePool(f"{FILE}:{name}", **options)
+
+
+def values(scores) -> list[float | None]:
+    return [score.value for score in scores]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def hasty_pool():
-    """Waits no longer than a test likes to, and still longer than a busy machine holds up a row that does nothing."""
+    """Waits longer than a busy machine holds up a row that does nothing, and no longer."""
     with make_pool(timeout_s=2.0) as pool:
         yield pool
 
@@ -46,9 +48,8 @@ def nothing_is_left():
 
 def outcome(pool: ScorePool, prompt: str):
     """What became of one odd row between ordinary ones, which have to be scored as ever."""
-    rows = [GOOD, BAD, GOOD, {**GOOD, "prompt": prompt}, BAD, GOOD]
-    scores = pool.score(rows)
-    assert [score.value for score in scores[:3] + scores[4:]] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    scores = pool.score([GOOD, BAD, GOOD, {**GOOD, "prompt": prompt}, BAD, GOOD])
+    assert values(scores[:3] + scores[4:]) == [1.0, 0.0, 1.0, 0.0, 1.0]
     return scores[3]
 
 
@@ -97,77 +98,50 @@ def test_a_sample_that_takes_too_long_is_dropped(hasty_pool, prompt):
 def test_a_sample_that_can_be_scored_is(pool, prompt, value, parts):
     score = outcome(pool, prompt)
     assert (score.value, score.parts, score.reason) == (value, parts, None)
-
-
-def test_what_a_sample_starts_ends_with_it(pool):
-    assert outcome(pool, "daemon").value == 0.5
+    # What it starts ends with it, and nobody hears the answer of a fork that came back.
     assert eventually(lambda: not marked("score-daemon"))
+    assert values(pool.score([GOOD, BAD] * 4)) == [1.0, 0.0] * 4
 
 
-def test_a_fork_that_comes_back_with_an_answer_of_its_own_is_not_heard(pool):
-    for _ in range(2):
-        assert outcome(pool, "fork").value == 0.5
-        assert [score.value for score in pool.score([GOOD, BAD] * 4)] == [1.0, 0.0] * 4
-
-
-def test_the_innocent_are_not_dropped_for_a_thread_that_an_earlier_sample_left(pool):
+def test_the_innocent_are_not_dropped_for_a_thread_that_an_earlier_sample_left():
     rows = [{**GOOD, "prompt": "time bomb"}, *[{**GOOD, "prompt": "slow"}] * 3]
-    assert [score.value for score in make_and_score(rows)] == [0.5] * 4
-
-
-def make_and_score(rows):
     with make_pool(num_processes=1) as pool:
-        return pool.score(rows)
+        assert values(pool.score(rows)) == [0.5] * 4
 
 
 def test_waiting_for_a_turn_does_not_count_as_time():
-    rows = [
-        {**GOOD, "prompt": "nap"}
-    ] * 6  # handed out three at a time, which together take longer than one may
     with make_pool(num_processes=1, timeout_s=2.0) as pool:
-        assert [score.value for score in pool.score(rows)] == [0.5] * 6
+        assert values(pool.score([{**GOOD, "prompt": "nap"}] * 4)) == [0.5] * 4
 
 
 def test_rows_are_scored_in_parallel(tmp_path):
-    rows = [
-        {**GOOD, "prompt": "meet", "response": str(tmp_path)}
-    ] * 8  # each waits until all eight are there
+    # Each waits until all eight are there.
+    rows = [{**GOOD, "prompt": "meet", "response": str(tmp_path)}] * 8
     with make_pool(num_processes=8) as pool:
-        assert [score.value for score in pool.score(rows)] == [0.5] * 8
+        assert values(pool.score(rows)) == [0.5] * 8
 
 
-def test_processes_are_kept_for_the_next_call(pool):
-    first, second = (
-        {score.value for score in pool.score([{**GOOD, "prompt": "pid"}] * 4)} for _ in range(2)
-    )
-    assert first & second
-
-
-def test_many_rows_cost_little_each(pool):
-    pool.score([GOOD])
+def test_processes_are_kept_for_the_next_call_and_many_rows_cost_little(pool):
+    rows = [{**GOOD, "prompt": "pid"}] * 4
+    assert set(values(pool.score(rows))) & set(values(pool.score(rows)))
     started = time.process_time()  # of this process alone: others on the machine do not count
-    scores = pool.score([GOOD, BAD] * 1000)
-    assert [score.value for score in scores] == [1.0, 0.0] * 1000
+    assert values(pool.score([GOOD, BAD] * 1000)) == [1.0, 0.0] * 1000
     assert (time.process_time() - started) / 2000 < 1e-3
-
-
-def test_no_rows(pool):
     assert pool.score([]) == []
 
 
 def test_threads_take_turns(pool):
     results = {}
-    threads = [
-        threading.Thread(
-            target=lambda index=index: results.update({index: pool.score([GOOD, BAD] * 20)})
-        )
-        for index in range(4)
-    ]
+
+    def score(index):
+        results[index] = values(pool.score([GOOD, BAD] * 20))
+
+    threads = [threading.Thread(target=score, args=[index]) for index in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all([score.value for score in results[index]] == [1.0, 0.0] * 20 for index in range(4))
+    assert [results[index] for index in range(4)] == [[1.0, 0.0] * 20] * 4
 
 
 @pytest.mark.parametrize(
@@ -183,28 +157,11 @@ def test_functions_get_what_they_take(name, row, value):
         assert pool.score([row])[0].value == value
 
 
-def test_a_function_object_is_found_by_its_module():
-    with ScorePool(top_level) as pool:
-        assert pool.score([GOOD])[0].value == 7.0
-
-
-def top_level(prompt, response, ground_truth):
-    return 7.0
-
-
-def test_a_function_that_no_other_process_can_find():
-    with pytest.raises(ConfigError, match="write it as a function at the top of a file"):
-        ScorePool(lambda prompt, response, ground_truth: 0.0)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("score", "names no function; expected my_file.py:score"),
-        (
-            f"{FILE.parent}/score_function.py:score",
-            "there is no file .* did you mean score_functions.py",
-        ),
+        (f"{FILE.parent}/score_function.py:score", "there is no file .* mean score_functions.py"),
         (f"{FILE}:scor", "score_functions.py has no 'scor'; did you mean 'score'"),
         (f"{FILE}:not_a_function", r"not_a_function is 3 \(int\); expected a function"),
         (
@@ -212,7 +169,7 @@ def test_a_function_that_no_other_process_can_find():
             r"expected a function score\(prompt, response, .* found too_few\(prompt, answer\)",
         ),
         ("no_such_package.module:score", "there is no module 'no_such_package'"),
-        ("roll.exceptions:score", "has no 'score'"),
+        ("roll.exceptions:score", "has no 'score'; it has "),
     ],
 )
 def test_a_function_that_is_not_there(spec, message):
@@ -229,10 +186,7 @@ def test_a_function_that_is_not_there(spec, message):
         ("import no_such_library\n", r"No module named 'no_such_library' \(broken.py:1\)"),
         ("raise SystemExit(3)\n", r"SystemExit: 3 \(broken.py:1\)"),
         ("import os\nos._exit(5)\n", "its process ended with 5"),
-        (
-            "from roll.exceptions import *\nraise MissingDependencyError('pip install x')\n",
-            "^pip install x$",
-        ),
+        ("from roll.exceptions import *\nraise MissingDependencyError('pip x')\n", "^pip x$"),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path, source, message):
@@ -244,48 +198,44 @@ def test_a_file_that_cannot_be_imported(tmp_path, source, message):
 
 def test_a_relative_file_is_looked_for_here_and_imports_its_neighbours(tmp_path, monkeypatch):
     (tmp_path / "helper_of_mine.py").write_text("VALUE = 4.0\n")
-    (tmp_path / "mine.py").write_text(
-        "from helper_of_mine import VALUE\ndef score(p, r, g): return VALUE\n"
-    )
+    source = "from helper_of_mine import VALUE\ndef score(p, r, g): return VALUE\n"
+    (tmp_path / "mine.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     with ScorePool("mine.py:score") as pool:
         monkeypatch.chdir("/")
         assert pool.score([GOOD])[0].value == 4.0
 
 
+HELPED = """
+import os, subprocess
+server = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def score(prompt, response, ground_truth):
+    if prompt == "exit":
+        os._exit(1)
+    return float(os.path.exists(f"/proc/{server.pid}"))
+"""
+
+
 def test_helpers_that_the_module_starts_live_as_long_as_the_pool(tmp_path):
-    (tmp_path / "helped.py").write_text(
-        textwrap.dedent("""
-        import os, subprocess
-        server = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        def score(prompt, response, ground_truth):
-            if prompt == "exit":
-                os._exit(1)
-            return float(os.path.exists(f"/proc/{server.pid}"))
-        """)
-    )
+    (tmp_path / "helped.py").write_text(HELPED)
     before = {child.pid for child in children()}
     with ScorePool(f"{tmp_path}/helped.py:score") as pool:
         rows = [GOOD, {**GOOD, "prompt": "exit"}, GOOD]
-        assert [score.value for score in pool.score(rows)] == [1.0, None, 1.0]
+        assert values(pool.score(rows)) == [1.0, None, 1.0]
     assert eventually(lambda: {child.pid for child in children()} <= before)
 
 
 def test_processes_that_never_get_to_work_are_not_started_for_ever(tmp_path):
-    (tmp_path / "stillborn.py").write_text(
-        "import os\nos.register_at_fork(after_in_child=lambda: os._exit(7))\ndef score(p, r, g): return 1.0\n"
-    )
-    with (
-        pytest.raises(
-            RollError,
-            match=r"3 processes in a row ended before they could score anything .*exit code 7",
-        ),
-        ScorePool(f"{tmp_path}/stillborn.py:score") as pool,
-    ):
-        pool.score([GOOD])
+    at_fork = "import os\nos.register_at_fork(after_in_child=lambda: os._exit(7))\n"
+    (tmp_path / "stillborn.py").write_text(f"{at_fork}def score(p, r, g): return 1.0\n")
+    message = "3 processes in a row ended before they could score anything .*exit code 7"
+    with ScorePool(f"{tmp_path}/stillborn.py:score") as pool:
+        for _ in range(2):
+            with pytest.raises(RollError, match=message):
+                pool.score([GOOD])
 
 
-def test_close_ends_everything_and_scoring_afterwards_is_an_error():
+def test_close_ends_everything_and_so_does_forgetting_a_pool():
     before = {child.pid for child in children()}
     pool = make_pool()
     pool.score([GOOD] * 4)
@@ -295,17 +245,12 @@ def test_close_ends_everything_and_scoring_afterwards_is_an_error():
     assert eventually(lambda: {child.pid for child in children()} <= before)
     with pytest.raises(RollError, match="closed"):
         pool.score([GOOD])
-
-
-def test_a_pool_that_is_forgotten_is_closed():
-    before = {child.pid for child in children()}
     make_pool().score([GOOD])
     assert eventually(lambda: {child.pid for child in children()} <= before)
 
 
 OWNER = """
-import sys, time
-from roll.utils.scoring.pool import ScorePool
+from roll.rewards.pool import ScorePool
 pool = ScorePool({spec!r}, num_processes=2, timeout_s=60)
 print("started", flush=True)
 pool.score([{{"prompt": {prompt!r}, "response": "", "ground_truth": ""}}] * 2)
@@ -314,10 +259,8 @@ pool.score([{{"prompt": {prompt!r}, "response": "", "ground_truth": ""}}] * 2)
 
 @pytest.mark.parametrize("prompt", ["loop", "daemon and hang"])
 def test_everything_ends_when_the_owner_is_killed(prompt):
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER.format(spec=f"{FILE}:score", prompt=prompt)],
-        stdout=subprocess.PIPE,
-    )
+    program = OWNER.format(spec=f"{FILE}:score", prompt=prompt)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"started\n"
     assert eventually(lambda: len(children(process.pid)) >= 3)  # nursery, two workers
     assert eventually(lambda: prompt == "loop" or bool(marked("score-daemon")))
@@ -331,10 +274,10 @@ def test_everything_ends_when_the_owner_is_killed(prompt):
 
 @pytest.mark.parametrize("when", ["started", "importing"])
 def test_a_file_that_hangs_on_import_ends_with_its_owner(tmp_path, when):
-    (tmp_path / "hangs.py").write_text(
-        f"open({str(tmp_path / 'importing')!r}, 'w')\nwhile True: pass\n"
-    )
-    program = f"from roll.utils.scoring.pool import check_reward_fn\ncheck_reward_fn('{tmp_path}/hangs.py:score')"
+    mark = f"open({str(tmp_path / 'importing')!r}, 'w')\n"
+    (tmp_path / "hangs.py").write_text(f"{mark}while True: pass\n")
+    check = "from roll.rewards.pool import check_reward_fn; check_reward_fn"
+    program = f"{check}('{tmp_path}/hangs.py:score')"
     process = subprocess.Popen([sys.executable, "-c", program])
     assert eventually(lambda: len(children(process.pid)) == 1)
     assert eventually(lambda: when == "started" or (tmp_path / "importing").exists())

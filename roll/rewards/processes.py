@@ -1,7 +1,7 @@
-"""Processes that must not outlive their purpose: death signals, adoption of orphans, killing whole trees.
+"""Processes that must not outlive their purpose: death signals, adoption of orphans, killing trees.
 
-Elsewhere than on Linux these find and promise less: children are killed, their own children may be missed.
-Nothing here imports more than the standard library: it runs in processes that must start in milliseconds.
+By hand, because psutil loses what forks while it looks; only the standard library, because it runs
+in processes that start in milliseconds. Elsewhere than on Linux, grandchildren may be missed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-# Looks at /proc until no new process shows up; a tree that still grows after so many is killed as far as it is known.
-_MAX_LOOKS = 50
+_MAX_LOOKS = 50  # at /proc, while a tree that is being stopped still grows
 
 IS_LINUX = sys.platform == "linux"
 
@@ -26,9 +24,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel kill this process when its parent's thread ends; `parent` is the pid it had when we were forked.
+    """Have the kernel signal this process when its parent, of pid `parent` at the fork, ends.
 
-    The signal follows the *thread* that forked us, and is forgotten when this process changes its user.
+    The signal follows the *thread* that forked us, and is forgotten when this process changes user.
     """
     if not IS_LINUX:
         return
@@ -38,7 +36,7 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that none gets out of sight by forking twice."""
+    """Become the parent of descendants whose own parent ends: forking twice does not hide them."""
     if IS_LINUX:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -55,27 +53,29 @@ def has_children() -> bool:
 
 
 def descendants(pid: int, spare: Collection[int] = ()) -> list[int]:
-    """The children of `pid`, their children, and so on, from one look at /proc; nothing in or below `spare`."""
+    """Children of `pid`, their children, and so on, by one look at /proc; nothing below `spare`."""
     if not IS_LINUX:
         return []
     children: dict[int, list[int]] = defaultdict(list)
     for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) not in spare:
-            with suppress(OSError):  # it ended while we looked
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    # The command's name stands in parentheses and may hold anything; state and parent follow it.
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
-                if state != b"Z":
-                    children[int(parent)].append(int(name))
+        if not name.isdigit() or int(name) in spare:
+            continue
+        with suppress(OSError):  # it ended while we looked
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # The command stands in parentheses and may hold any text; state, parent follow.
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                children[int(parent)].append(int(name))
     found, todo = [], [pid]
     while todo:
-        todo += (below := children.pop(todo.pop(), []))
+        below = children.pop(todo.pop(), [])
+        todo += below
         found += below
     return found
 
 
 def num_tasks() -> int:
-    """Processes and threads of the whole machine, for the price of one small read; 0 where that is unknown."""
+    """Processes and threads of the whole machine, at the price of one small read; 0 if unknown."""
     if not IS_LINUX:
         return 0
     with open("/proc/loadavg", "rb") as file:
@@ -83,9 +83,9 @@ def num_tasks() -> int:
 
 
 def kill_descendants(pid: int, spare: Collection[int] = ()) -> int:
-    """Kill all processes below `pid` except those in `spare` and what is below them. Returns how many there were.
+    """Kill all processes below `pid`, except `spare` and what is below them. Returns their number.
 
-    They are stopped before they are killed: a stopped process cannot fork, and orphans stay where they are found.
+    They are stopped before they are killed: a stopped process does not fork, and its orphans stay.
     """
     stopped: set[int] = set()
     for _ in range(_MAX_LOOKS):
@@ -101,13 +101,11 @@ def kill_descendants(pid: int, spare: Collection[int] = ()) -> int:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill `pid`, its process group if it leads one, and everything below it.
-
-    The group goes first, because the kernel signals all of it in one go, however fast it forks.
-    """
+    """Kill `pid`, its process group if it leads one, and everything below it."""
     leads_group = False
     with suppress(ProcessLookupError):
         leads_group = os.getpgid(pid) == pid
+    # The group goes first: the kernel signals all of it in one go, however fast it forks.
     target = -pid if leads_group else pid
     _send(target, signal.SIGSTOP)
     kill_descendants(pid)
@@ -130,7 +128,7 @@ def describe_exit(status: int) -> str:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    """To a process; to a group for a negative number, as `kill` has it."""
+    """To a process, or to a group for a negative number."""
     assert pid not in (0, 1, -1)  # our own group, process 1, everybody
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)

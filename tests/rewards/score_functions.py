@@ -1,4 +1,4 @@
-"""Score functions that misbehave, by the prompt of the row. No test: loaded by file, as a user's function is."""
+"""Score functions that misbehave, by the prompt of the row; loaded by file, as a user's are."""
 
 import os
 import subprocess
