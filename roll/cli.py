@@ -110,7 +110,7 @@ def check(
     """Do all of `roll train` that comes before a model is loaded.
 
     Looks at config, files, data, devices, packages and memory.
-    Prints every error at once (exit code 2), or the batch arithmetic and the memory that a run needs.
+    Prints every error at once (exit code 2), or the batch arithmetic and the memory it needs.
 
     \b
     roll check config.yaml

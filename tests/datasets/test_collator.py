@@ -241,11 +241,9 @@ def test_a_tokenizer_needs_no_more_than_a_pad_token():
         {"input_ids": torch.tensor([1, 2]), "labels": torch.tensor(1)},
         {"input_ids": [3], "labels": 0},
     ]
-    batch = DataCollatorWithPaddingForPaddedKeys(Bare())(features)  # pyrefly: ignore[bad-argument-type]
+    batch = DataCollatorWithPaddingForPaddedKeys(Bare())(features)
     assert batch["input_ids"].tolist() == [[1, 2], [7, 3]]
     assert batch["labels"].tolist() == [1, 0]  # of a classifier: one a row
     pair = {"chosen_ids": [1, 2], "reject_ids": [1, 2, 3], "prompt_ids_lens": 1}
-    assert DataCollatorWithPaddingForDPO(Bare())([pair])["input_ids"].tolist() == [
-        [1, 2, 7],
-        [1, 2, 3],
-    ]  # pyrefly: ignore[bad-argument-type]
+    batch = DataCollatorWithPaddingForDPO(Bare())([pair])
+    assert batch["input_ids"].tolist() == [[1, 2, 7], [1, 2, 3]]

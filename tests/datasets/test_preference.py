@@ -243,7 +243,8 @@ def test_a_beginning_of_text_token_comes_once():
 THINKING = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n"
+    "{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
@@ -308,7 +309,7 @@ def test_the_mask_covers_the_answer_exactly(prompt, chosen, rejected, template):
         assert ids.tolist() == TOKENIZER(head + text + end, add_special_tokens=False)["input_ids"]
         untrained, trained = split(dataset, side)
         # Nothing of the answer is left out, and of the prompt only what is cut into other tokens
-        # once it is there: for "0? " and "1" these are "0", "? " alone, and "0", "?", " 1" together.
+        # once it is there: "0? " and "1" are "0", "? " alone, and "0", "?", " 1" together.
         assert trained.endswith(text + end)
         alone = TOKENIZER(head, add_special_tokens=False)["input_ids"]
         assert ids[:prompt_len].tolist() == alone[:prompt_len]

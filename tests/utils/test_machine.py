@@ -26,7 +26,7 @@ OLD = "5:memory:/m\n4:cpu,cpuacct:/user/job\n1:name=systemd:/\n"
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine of four processors: `files` by path, and its /proc/stat before and after a pause."""
+    """A machine of four processors, made of files by their paths."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -90,7 +90,7 @@ def test_gpus_are_those_of_torch():
 
 
 def stat(*idle):
-    """Processors that have been running for 1000 ticks, so many of them idle or waiting for a disk."""
+    """Processors that ran for 1000 ticks, so many of them idle or waiting for a disk."""
     lines = [f"cpu{i} {900 - ticks} 30 40 {ticks} 10 5 10 5 77 0\n" for i, ticks in enumerate(idle)]
     return "cpu 1 2 3 4 5 6 7 8 9 10\n" + "".join(lines) + "intr 1 2 3\n"
 

@@ -1,17 +1,12 @@
-"""What a person sees of a run: lines in a file, a bar on a terminal, nothing when asked for nothing."""
+"""What a person sees of a run: lines in a file, a bar on a terminal, nothing when not asked."""
 
 from roll.utils import progress
 from roll.utils.progress import StepProgress, number
 
 
 def test_numbers_are_short():
-    assert [number(value) for value in (0.693147, 12.3456, 8120.4, -1234567.0, 0.0)] == [
-        "0.6931",
-        "12.35",
-        "8,120",
-        "-1,234,567",
-        "0",
-    ]
+    values = (0.693147, 12.3456, 8120.4, -1234567.0, 0.0)
+    assert [number(value) for value in values] == ["0.6931", "12.35", "8,120", "-1,234,567", "0"]
 
 
 def test_lines_elsewhere_first_last_and_no_more_than_one_a_second(capsys, monkeypatch):

@@ -42,12 +42,8 @@ def test_a_line_a_step_and_numbers_that_json_does_not_have(tmp_path):
 
 
 def test_tags_are_left_out():
-    assert [untagged(name) for name in ("a/b@sum", "a/b", "a@b@max", "@x")] == [
-        "a/b",
-        "a/b",
-        "a@b",
-        "@x",
-    ]
+    names = ("a/b@sum", "a/b", "a@b@max", "@x")
+    assert [untagged(name) for name in names] == ["a/b", "a/b", "a@b", "@x"]
 
 
 def test_resume_cuts_off_what_is_done_again(tmp_path):
@@ -60,12 +56,8 @@ def test_resume_cuts_off_what_is_done_again(tmp_path):
     again = RunLog(tmp_path, config(track_with="none"), first_step=3)
     again.log(3, {"a": 30})
     again.close()
-    assert [(line["step"], line["a"]) for line in read_metrics(again.path)] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-        (3, 30),
-    ]
+    lines = [(line["step"], line["a"]) for line in read_metrics(again.path)]
+    assert lines == [(0, 0), (1, 1), (2, 2), (3, 30)]
     assert '"NaN"' in again.path.read_text()
 
 
@@ -107,11 +99,8 @@ def test_a_tracker_that_breaks_is_named_once_and_dropped(tmp_path, monkeypatch, 
     assert Memory.last.seen == [(0, {"a": 0.0})] and Memory.last.options == {"project": "p"}
     assert len(read_metrics(log.path)) == 4
     [(level, text)] = messages()
-    assert (
-        level == "WARNING"
-        and "memory failed and is left out" in text
-        and "ConnectionError: no network" in text
-    )
+    assert level == "WARNING" and "memory failed and is left out" in text
+    assert "ConnectionError: no network" in text
 
 
 @pytest.mark.parametrize(
@@ -136,11 +125,8 @@ def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch, messages, values
 def test_an_unknown_tracker_is_a_warning_that_lists_the_known_ones(tmp_path, messages):
     RunLog(tmp_path, config(track_with=["swanlab", "none"])).close()
     [(level, text)] = messages()
-    assert (
-        level == "WARNING"
-        and "no tracker swanlab" in text
-        and "tensorboard, wandb, trackio" in text
-    )
+    assert level == "WARNING" and "no tracker swanlab" in text
+    assert "tensorboard, wandb, trackio" in text
 
 
 def test_tensorboard_writes_events(tmp_path):

@@ -36,10 +36,19 @@ def dpo_batch(seed: int = 0, pairs: int = 3, width: int = 9) -> tuple[DataProto,
     return data, torch.randn(2 * pairs, width, VOCABULARY, generator=generator)
 
 
+def log_probs_of(data: DataProto, logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+
+
+def sums_of(data: DataProto, logits: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    """(chosen, rejected) of the policy and of the reference."""
+    masks = data["attention_mask"], data["prompt_id_lens"]
+    both = (log_probs_of(data, logits), data["reference_log_probs"])
+    return tuple(get_logps(log_probs, *masks) for log_probs in both)
+
+
 def test_get_logps_by_hand() -> None:
-    log_probs = torch.tensor(
-        [[-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0], [-1.0, -2.0, -4.0]]
-    )
+    log_probs = torch.tensor([[-1.0, -2.0, -4.0]] * 4)
     attention = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]])
     chosen, rejected = get_logps(log_probs, attention, torch.tensor([2, 2, 2, 1]))
     assert chosen.tolist() == [-6.0, -4.0] and rejected.tolist() == [-2.0, -7.0]
@@ -64,11 +73,7 @@ def test_loss_fn_by_hand() -> None:
 def test_the_worker_scores_completions_and_names_its_metrics() -> None:
     data, logits = dpo_batch()
     loss, metrics, gradient = loss_and_gradient(make_worker(beta=0.3), data, logits)
-    log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    policy = get_logps(log_probs, data["attention_mask"], data["prompt_id_lens"])
-    reference = get_logps(
-        data["reference_log_probs"], data["attention_mask"], data["prompt_id_lens"]
-    )
+    policy, reference = sums_of(data, logits)
     expected, chosen, rejected = loss_fn(*policy, *reference, beta=0.3)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert metrics == pytest.approx(
@@ -105,11 +110,7 @@ def test_every_variant_by_name(loss_type: str) -> None:
     loss, _, gradient = loss_and_gradient(
         make_worker(loss_type=loss_type, label_smoothing=smoothing), data, logits
     )
-    log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    policy = get_logps(log_probs, data["attention_mask"], data["prompt_id_lens"])
-    reference = get_logps(
-        data["reference_log_probs"], data["attention_mask"], data["prompt_id_lens"]
-    )
+    policy, reference = sums_of(data, logits)
     lens = data["attention_mask"].sum(1) - data["prompt_id_lens"]
     expected = preference_loss(
         policy_chosen_P=policy[0],
@@ -199,9 +200,8 @@ def test_d4_garbage_outside_completions_changes_no_bit(garbage: float) -> None:
 
 def test_identities_through_the_worker() -> None:
     data, logits = dpo_batch()
-    log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
     same = DataProto(data.batch.copy())
-    same["reference_log_probs"] = log_probs
+    same["reference_log_probs"] = log_probs_of(data, logits)
     loss, metrics = make_worker().loss_func(same, logits)
     assert loss.item() == pytest.approx(math.log(2), rel=1e-4)
     assert metrics["actor/margin@sum"] == pytest.approx(0, abs=1e-5)

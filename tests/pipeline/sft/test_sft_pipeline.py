@@ -1,4 +1,4 @@
-"""Supervised runs: they learn, stop at their goal, resume exactly, and refuse what they cannot read."""
+"""Supervised runs: they learn, stop at their goal, resume exactly, refuse what they cannot read."""
 
 import json
 from pathlib import Path
