@@ -32,7 +32,7 @@ def rows(count: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(count)}, meta_info={"step": 5})
 
 
-# -- registered methods ------------------------------------------------------------------------------------------------
+# Registered methods
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -47,22 +47,14 @@ def test_a_batch_comes_back_as_one_batch_in_input_order(
     assert out.meta_info["metrics"]["rank"] == list(range(world_size))
 
 
-def test_execute_all_sync_of_a_registered_method_dispatches_and_collects(
-    cluster_of: MakeCluster,
-) -> None:
-    out = cluster_of(EchoWorker, 2).execute_all_sync("double", rows(5))
-    assert isinstance(out, DataProto)
-    assert out.batch["y"].tolist() == [0, 2, 4, 6, 8]
-
-
-def test_lists_are_split_and_joined(cluster_of: MakeCluster) -> None:
-    assert cluster_of(EchoWorker, 2).rows_seen(rows(4)) == [[0, 1], [2, 3]]
-
-
-def test_one_to_all(cluster_of: MakeCluster) -> None:
+def test_the_other_modes(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
+    out = cluster.execute_all_sync("double", rows(5))  # the same call by name
+    assert isinstance(out, DataProto) and out.batch["y"].tolist() == [0, 2, 4, 6, 8]
+    assert cluster.rows_seen(rows(4)) == [[0, 1], [2, 3]]
     assert cluster.tell("ab", times=2) == ["0:abab", "1:abab"]
     assert cluster.tell_one("ab") == "0:ab"
+    assert cluster.shout("ab") == "AB"  # functions of its own
 
 
 def test_all_to_all(cluster_of: MakeCluster) -> None:
@@ -81,46 +73,34 @@ def test_rank_zero(cluster_of: MakeCluster) -> None:
     assert cluster.gather([cluster.execute_rank_zero_async("plain")], "plain") == [(0, (), {})]
 
 
-# -- methods by name ---------------------------------------------------------------------------------------------------
+# Methods by name
 
 
 def test_an_unregistered_method_is_broadcast_or_scattered(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
-    assert cluster.execute_all_sync("plain", 1, b="x") == [
-        (0, (1,), {"b": "x"}),
-        (1, (1,), {"b": "x"}),
-    ]
-    assert cluster.execute_all_sync("plain", [1, 2], b=[3, 4]) == [
-        (0, (1,), {"b": 3}),
-        (1, (2,), {"b": 4}),
-    ]
+    call = cluster.execute_all_sync
+    assert call("plain", 1, b="x") == [(0, (1,), {"b": "x"}), (1, (1,), {"b": "x"})]
+    assert call("plain", [1, 2], b=[3, 4]) == [(0, (1,), {"b": 3}), (1, (2,), {"b": 4})]
     # One argument that is not a list of two: all of them are broadcast.
-    assert cluster.execute_all_sync("plain", [1, 2], b=3)[1] == (1, ([1, 2],), {"b": 3})
-    assert cluster.execute_all_sync("plain", [1, 2, 3])[1] == (1, ([1, 2, 3],), {})
-    assert cluster.execute_all_sync("plain") == [(0, (), {}), (1, (), {})]
+    assert call("plain", [1, 2], b=3)[1] == (1, ([1, 2],), {"b": 3})
+    assert call("plain", [1, 2, 3])[1] == (1, ([1, 2, 3],), {})
+    assert call("plain") == [(0, (), {}), (1, (), {})]
+    assert call("sum_of", Payload([1, 2, 3])) == [6, 6]
 
 
-def test_objects_travel(cluster_of: MakeCluster) -> None:
-    assert cluster_of(EchoWorker, 2).execute_all_sync("sum_of", Payload([1, 2, 3])) == [6, 6]
-
-
-def test_async_calls_return_references(cluster_of: MakeCluster) -> None:
+def test_calls_that_are_not_waited_for_return_references(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
     refs = cluster.execute_all_async("plain", 7)
-    assert len(refs) == 2
     assert cluster.gather(refs, "plain") == [(0, (7,), {}), (1, (7,), {})]
     assert cluster.gather(refs[::-1], "plain")[0][0] == 1
     assert cluster.gather(cluster.execute_all("plain", 7), "plain")[0] == (0, (7,), {})
-
-
-def test_blocking_false_gives_references_that_materialize_in_order(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 4)
     out = DataProto.materialize_concat(cluster.double(rows(6), blocking=False))
     assert out.batch["y"].tolist() == [0, 2, 4, 6, 8, 10]
     assert cluster.gather(cluster.tell("a", blocking=False), "tell") == ["0:a", "1:a", "2:a", "3:a"]
 
 
-# -- async workers -----------------------------------------------------------------------------------------------------
+# Async workers
 
 
 def test_async_methods(cluster_of: MakeCluster) -> None:
@@ -157,33 +137,17 @@ def test_rpc_timeout_names_the_workers_that_have_not_answered(
     assert isinstance(caught.value, TimeoutError)
 
 
-# -- shape and names ---------------------------------------------------------------------------------------------------
+# Shape and names
 
 
-def test_workers_know_who_they_are(cluster_of: MakeCluster) -> None:
+def test_names_and_shape(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
+    same = {"world_size": 2, "cluster_name": "echo", "device_index": None, "config": 2}
     assert cluster.execute_all_sync("identity") == [
-        {
-            "rank": rank,
-            "world_size": 2,
-            "cluster_name": "echo",
-            "worker_name": f"echo-{rank}",
-            "device_index": None,
-            "config": 2,
-        }
-        for rank in (0, 1)
+        {"rank": rank, "worker_name": f"echo-{rank}", **same} for rank in (0, 1)
     ]
-
-
-def test_properties(cluster_of: MakeCluster) -> None:
-    cluster = cluster_of(EchoWorker, 2)
-    assert (
-        cluster.world_size,
-        cluster.dp_size,
-        cluster.tp_size,
-        cluster.pp_size,
-        cluster.cp_size,
-    ) == (2, 2, 1, 1, 1)
+    assert (cluster.world_size, cluster.dp_size, cluster.tp_size) == (2, 2, 1)
+    assert (cluster.pp_size, cluster.cp_size) == (1, 1)
     assert cluster.get_rank_info(1) == RankInfo(world_size=2, dp_size=2, rank=1, dp_rank=1)
     with pytest.raises(ValueError, match="echo has ranks 0 to 1; there is no rank 2"):
         cluster.get_rank_info(2)
@@ -243,7 +207,7 @@ def test_a_failed_initialize_is_no_initialize() -> None:
     assert cluster.dp_size == 1
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# Failures
 
 
 def test_a_failure_is_one_exception_with_the_original_traceback(cluster_of: MakeCluster) -> None:
@@ -338,7 +302,7 @@ def test_a_cluster_that_was_shut_down_says_so() -> None:
         cluster.tell("a")
 
 
-# -- construction ------------------------------------------------------------------------------------------------------
+# Construction
 
 
 def new_local(
@@ -428,26 +392,16 @@ def test_the_choice_of_backend(
 
 
 def test_where_rpc_timeout_comes_from() -> None:
-    assert new_local(EchoWorker).rpc_timeout == 3600
-    assert new_local(EchoWorker, rpc_timeout=5).rpc_timeout == 5
-    manager = ResourceManager()
-    assert Cluster("echo", EchoWorker, manager, SimpleNamespace(rpc_timeout=6)).rpc_timeout == 6
-    assert (
-        Cluster(
-            "echo", EchoWorker, manager, SimpleNamespace(rpc_timeout=6), rpc_timeout=5
-        ).rpc_timeout
-        == 5
-    )
+    def timeout(given: float | None, pipeline: float | None, **config: Any) -> float:
+        manager = ResourceManager()
+        cluster = Cluster("echo", EchoWorker, manager, SimpleNamespace(**config), rpc_timeout=given)
+        cluster.initialize(pipeline_config=SimpleNamespace(rpc_timeout=pipeline))
+        return cluster.rpc_timeout
+
+    assert timeout(None, None) == 3600 and timeout(None, 7) == 7
+    assert timeout(None, 7, rpc_timeout=6) == 6 and timeout(5, 7, rpc_timeout=6) == 5
     with pytest.raises(ConfigError, match="rpc_timeout=0: expected a number of seconds above 0"):
         new_local(EchoWorker, rpc_timeout=0)
-
-    of_pipeline = new_local(EchoWorker)
-    of_pipeline.initialize(SimpleNamespace(rpc_timeout=7))
-    assert of_pipeline.rpc_timeout == 7
-
-    given = new_local(EchoWorker, rpc_timeout=5)
-    given.initialize(pipeline_config=SimpleNamespace(rpc_timeout=7))
-    assert given.rpc_timeout == 5
 
 
 def test_max_concurrency() -> None:
@@ -466,10 +420,6 @@ def test_errors_of_splitting_and_joining_say_which_method() -> None:
     with pytest.raises(TypeError, match="cannot join worker outputs") as caught:
         cluster.cannot_be_joined(rows(3))
     assert caught.value.__notes__ == ["while joining the outputs of cannot_be_joined()"]
-
-
-def test_a_dispatch_mode_of_ones_own() -> None:
-    assert new_local(EchoWorker, world_size=3).shout("abc") == "ABC"
 
 
 def test_a_call_is_quick() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cluster_workers import AsyncWorker, EchoWorker
 
-from roll.distributed.executor import backend as local_backend
+from roll.distributed.executor import backend
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
@@ -62,6 +62,8 @@ def test_workers_are_objects_of_this_process() -> None:
     cluster = local(EchoWorker, 2)
     assert [type(worker) for worker in cluster.workers] == [EchoWorker, EchoWorker]
     assert cluster.workers[1].tell("a") == "1:a"  # an ordinary call
+    with pytest.raises(TypeError, match="workers in this process cannot be reached from another"):
+        pickle.dumps(cluster)
 
 
 @pytest.mark.slow
@@ -70,26 +72,23 @@ def test_no_ray_in_the_process() -> None:
 import sys
 sys.path.insert(0, "tests")
 from types import SimpleNamespace
-import torch
 from cluster_workers import EchoWorker
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.resource_manager import ResourceManager
 cluster = Cluster("role", EchoWorker, ResourceManager(), SimpleNamespace(world_size=2))
-print(cluster.double(DataProto.from_dict({"x": torch.arange(3)})).batch["y"].tolist(), "ray" in sys.modules)
+print(cluster.tell("a"), "ray" in sys.modules)
 """
     repository = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "[0, 2, 4] False\n"
+    assert done.stdout == "['0:a', '1:a'] False\n"
 
 
 def test_async_methods_work_inside_a_running_event_loop() -> None:
     async def caller() -> tuple[Any, Any]:
         cluster = local(AsyncWorker, 2)
-        refs = cluster.nap(0.01, blocking=False)
-        awaited = [await ref for ref in refs]
+        awaited = [await ref for ref in cluster.nap(0.01, blocking=False)]
         blocking = cluster.double(DataProto.from_dict({"x": torch.arange(3)})).batch["y"].tolist()
         cluster.shutdown()
         return awaited, blocking
@@ -99,47 +98,36 @@ def test_async_methods_work_inside_a_running_event_loop() -> None:
 
 def test_an_async_method_that_waits_for_its_own_cluster_is_told_so() -> None:
     cluster = local(MoreWorker)
-    with pytest.raises(
-        WorkerError, match=r"waits for async methods of its own cluster.*blocking=False and await"
-    ):
+    with pytest.raises(WorkerError, match=r"async methods of its own cluster.*blocking=False and"):
         cluster.call_own_cluster(cluster)
     assert cluster.await_own_cluster(cluster) == [[None]]
 
 
-def test_shutdown_ends_calls_that_nobody_waits_for() -> None:
+def test_calls_that_end_in_unusual_ways() -> None:
     cluster = local(AsyncWorker)
     (waiting,) = cluster.wait_to_be_let_through(blocking=False)
-    cluster.shutdown()
+    cluster.shutdown()  # ends calls that nobody waits for
     with pytest.raises(WorkerError, match="CancelledError"):
         waiting.result(timeout=200)
-
-
-def test_an_async_method_that_exits_does_not_hang_the_caller() -> None:
     with pytest.raises(WorkerError, match=r"failed in exit\(\): SystemExit: 3"):
         local(MoreWorker).execute_all_sync("exit")
-
-
-def test_ctrl_c_goes_straight_through() -> None:
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # ctrl-c goes straight through
         local(MoreWorker).execute_all_sync("interrupt")
 
 
 def test_the_original_exception_keeps_its_traceback() -> None:
     with pytest.raises(WorkerError) as caught:
         local(EchoWorker).fail_on(0)
-    cause = caught.value.__cause__
-    assert cause is not None and cause.__traceback__ is not None
-    functions = []
-    frame = cause.__traceback__
+    functions, frame = [], caught.value.__cause__.__traceback__
     while frame is not None:
         functions.append(frame.tb_frame.f_code.co_name)
         frame = frame.tb_next
-    assert functions[-2:] == ["fail_on", "_deeper"]
+    assert functions == ["_call", "fail_on", "_deeper"]  # one frame between caller and method
 
 
 def test_memory_is_freed_after_methods_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[bool] = []
-    monkeypatch.setattr(local_backend, "free_cached_memory", lambda: freed.append(True))
+    monkeypatch.setattr(backend, "free_cached_memory", lambda: freed.append(True))
     cluster = local(MoreWorker)
     cluster.clears()
     assert len(freed) == 1
@@ -164,27 +152,24 @@ def test_system_envs_are_not_applied_and_the_difference_is_named(
     assert "ROLL_TEST_SAME" not in caplog.text
 
 
-def test_a_local_cluster_cannot_be_pickled() -> None:
-    with pytest.raises(
-        TypeError, match="workers in this process cannot be reached from another one"
-    ):
-        pickle.dumps(local(EchoWorker))
-
-
-def test_gpus_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+@pytest.mark.parametrize(
+    ("num_gpus", "mapping", "message"),
+    [
+        (
+            1,
+            [0, 1, 2, 3],
+            "role.device_mapping names GPU 1 to 3, but this machine shows 1 GPU(s). To run it on "
+            "what is there: role.device_mapping=[0]; or on CPU: role.device_mapping=null "
+            "role.world_size=1",
+        ),
+        (0, [0], "To run it on CPU: role.device_mapping=null role.world_size=1"),
+        (0, [8], "names GPUs of a second machine, but its workers run in this process"),
+    ],
+)
+def test_gpus_that_this_machine_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, mapping: list[int], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(ConfigError) as caught:
-        local(EchoWorker, world_size=4, device_mapping=[0, 1, 2, 3])
-    assert str(caught.value) == (
-        "role.device_mapping names GPU 1 to 3, but this machine shows 1 GPU(s). To run it on what is there: "
-        "role.device_mapping=[0]; or on CPU: role.device_mapping=null role.world_size=1"
-    )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(
-        ConfigError, match=r"To run it on CPU: role\.device_mapping=null role\.world_size=1"
-    ):
-        local(EchoWorker, world_size=1, device_mapping=[0])
-    with pytest.raises(
-        ConfigError, match="names GPUs of a second machine, but its workers run in this process"
-    ):
-        local(EchoWorker, world_size=1, device_mapping=[8])
+        local(EchoWorker, world_size=len(mapping), device_mapping=mapping)
+    assert message in str(caught.value)

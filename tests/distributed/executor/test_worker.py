@@ -1,5 +1,6 @@
 """A worker alone, and the context in which a backend constructs it."""
 
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,38 +14,29 @@ from roll.distributed.scheduler.decorator import Dispatch, method_spec
 CONFIG = SimpleNamespace(backend_timeout=1)
 
 
+def worker_in(**context: Any) -> Worker:
+    with worker_context(WorkerContext(**context)):
+        return Worker(worker_config=CONFIG)
+
+
 def test_a_worker_constructed_alone_is_a_world_of_one() -> None:
     worker = Worker(CONFIG)
-    assert (worker.rank, worker.world_size, worker.worker_name, worker.device_index) == (
-        0,
-        1,
-        "worker-0",
-        None,
-    )
-    assert worker.rank_info == RankInfo()
-    assert worker.get_rank_info().is_pipeline_last_stage
-    assert worker.worker_config is CONFIG
+    assert (worker.rank, worker.world_size, worker.worker_name) == (0, 1, "worker-0")
+    assert worker.device_index is None and worker.worker_config is CONFIG
+    assert worker.rank_info == RankInfo() and worker.get_rank_info().is_pipeline_last_stage
     assert worker.pipeline_config is None and worker.strategy is None
+    assert not RankInfo(pp_size=2, pp_rank=0).is_pipeline_last_stage
+    assert RankInfo(pp_size=2, pp_rank=1).is_pipeline_last_stage
+    worker.initialize(pipeline_config := SimpleNamespace())
+    assert worker.pipeline_config is pipeline_config
 
 
 def test_the_context_says_who_a_worker_is() -> None:
-    with worker_context(
-        WorkerContext(rank=2, world_size=4, cluster_name="actor", worker_name="actor-2")
-    ):
-        worker = Worker(worker_config=CONFIG)
-    assert (worker.rank, worker.world_size, worker.cluster_name, worker.worker_name) == (
-        2,
-        4,
-        "actor",
-        "actor-2",
-    )
+    worker = worker_in(rank=2, world_size=4, cluster_name="actor", worker_name="actor-2")
+    assert (worker.rank, worker.world_size) == (2, 4)
+    assert (worker.cluster_name, worker.worker_name) == ("actor", "actor-2")
     assert worker.rank_info == RankInfo(world_size=4, dp_size=4, rank=2, dp_rank=2)
     assert Worker(CONFIG).world_size == 1  # outside again
-
-
-def test_rank_info_knows_the_last_pipeline_stage() -> None:
-    assert not RankInfo(pp_size=2, pp_rank=0).is_pipeline_last_stage
-    assert RankInfo(pp_size=2, pp_rank=1).is_pipeline_last_stage
 
 
 def test_base_methods_and_how_they_are_registered() -> None:
@@ -59,12 +51,6 @@ def test_base_methods_and_how_they_are_registered() -> None:
     for name, mode in modes.items():
         spec = method_spec(Worker, name)
         assert (spec and spec.dispatch_mode) == mode, name
-
-
-def test_initialize_keeps_the_pipeline_config() -> None:
-    worker = Worker(CONFIG)
-    worker.initialize(pipeline_config := SimpleNamespace())
-    assert worker.pipeline_config is pipeline_config
 
 
 def test_states_and_metrics_are_those_of_the_strategy() -> None:
@@ -84,11 +70,9 @@ def test_states_and_metrics_are_those_of_the_strategy() -> None:
     worker.load_states(include=["model_params"], non_blocking=True)
     worker.offload_states()
     worker.process_weights_after_loading()
-    assert calls == [
-        ("load", {"include": ["model_params"], "non_blocking": True}),
-        ("offload", {"include": None, "non_blocking": False}),
-        "process",
-    ]
+    loaded = {"include": ["model_params"], "non_blocking": True}
+    offloaded = {"include": None, "non_blocking": False}
+    assert calls == [("load", loaded), ("offload", offloaded), "process"]
     assert worker.get_metrics().meta_info == {"metrics": {"tokens": 3, "asked": None}}
 
 
@@ -106,50 +90,27 @@ def no_group() -> Any:
 
 
 def test_a_lone_worker_gets_a_group_of_one(no_group: None) -> None:
-    worker = Worker(CONFIG)
-    worker.init_process_group()
+    Worker(CONFIG).init_process_group()
     assert (torch.distributed.get_backend(), torch.distributed.get_world_size()) == ("gloo", 1)
     value = torch.tensor([2.0])
     torch.distributed.all_reduce(value)
     assert value.item() == 2.0
     Worker(CONFIG).init_process_group()  # another role in this process shares it
-
-    with worker_context(
-        WorkerContext(rank=1, world_size=2, worker_name="actor-1", master=("127.0.0.1", 1))
-    ):
-        other = Worker(CONFIG)
-    with pytest.raises(
-        RuntimeError, match=r"actor-1 .* already rank 0 of a torch.distributed group of 1"
-    ):
+    other = worker_in(rank=1, world_size=2, worker_name="actor-1", master=("127.0.0.1", 1))
+    with pytest.raises(RuntimeError, match=r"actor-1 .* already rank 0 of a torch.distributed gr"):
         other.init_process_group()
 
 
 def test_workers_in_one_process_cannot_form_a_group() -> None:
-    with worker_context(
-        WorkerContext(rank=1, world_size=2, cluster_name="actor", worker_name="actor-1")
-    ):
-        worker = Worker(CONFIG)
-    with pytest.raises(
-        RuntimeError,
-        match=r"the 2 workers of actor share one process, .* run them with backend='ray'",
-    ):
+    worker = worker_in(rank=1, world_size=2, cluster_name="actor", worker_name="actor-1")
+    with pytest.raises(RuntimeError, match=r"2 workers of actor share one process.*backend='ray'"):
         worker.init_process_group()
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_forever(no_group: None) -> None:
-    with worker_context(
-        WorkerContext(
-            rank=0, world_size=2, worker_name="actor-0", master=("127.0.0.1", free_port())
-        )
-    ):
-        worker = Worker(CONFIG)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = worker_in(rank=0, world_size=2, worker_name="actor-0", master=("127.0.0.1", port))
     with pytest.raises(torch.distributed.DistStoreError, match="Timed out"):
         worker.init_process_group(timeout=timedelta(seconds=1))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
