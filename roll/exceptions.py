@@ -4,23 +4,23 @@ from pathlib import Path
 
 
 class RollError(Exception):
-    """Base of every error that roll raises on purpose. The command line prints its message without a traceback."""
+    """Every error that roll raises on purpose; the command line prints it without a traceback."""
 
 
 class ConfigError(RollError, ValueError):
-    """A configuration that cannot be used: the message names the key, what was found, what was expected and the fix."""
+    """A configuration that cannot be used: key, what was found, what was expected and the fix."""
 
 
 class DataError(RollError, ValueError):
-    """A data file or a batch that cannot be used: the message names the file or column and the row."""
+    """A data file or batch that cannot be used; the message names file or column, and row."""
 
 
 class MissingDependencyError(RollError, ImportError):
-    """A feature needs a package that is not installed: the message names the extra to install."""
+    """A feature needs a package that is not installed; the message names the extra to install."""
 
 
 class WorkerError(RollError, RuntimeError):
-    """A method failed on a worker: the message carries worker name, rank, method and the worker's own traceback."""
+    """A method failed on a worker; the message has its name, rank, method and traceback."""
 
 
 class WorkerDiedError(WorkerError):
@@ -28,13 +28,13 @@ class WorkerDiedError(WorkerError):
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """A remote call took longer than `rpc_timeout`: the message names the workers that had not answered."""
+    """A remote call took longer than `rpc_timeout`; the message names who had not answered."""
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an optional part of roll, for this reader: in a clone, a path and not a package's name.
+    """The command that installs an optional part of roll; in a clone it names the clone's folder.
 
-    A package of this name on an index is another one, or none; pip takes it for satisfied only where it is installed.
+    There, the package of this name on an index would be another one, or none.
     """
     clone = Path(__file__).resolve().parents[1]
     if not (clone / "pyproject.toml").is_file():

@@ -1,4 +1,4 @@
-"""What all config classes share: they are frozen, know every key, and say what is wrong with a value.
+"""What all config classes share: they are frozen, know every key, and say what is wrong.
 
 A config reaches its final values while it is made: validators fill in what follows from other
 fields (`ConfigModel.settle`). From then on nothing changes, so a config may be shared and compared.
@@ -153,7 +153,7 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 BelowOne = Annotated[Number, Field(ge=0, lt=1)]
 
-# A field that a validator works out from others if it is left out: `x: Annotated[int, Late] = LATE`.
+# A field that a validator works out if it is left out: `x: Annotated[int, Late] = LATE`.
 # Readers see the type without None, which holds for every config that exists.
 Late = WrapValidator(lambda value, check: None if value is None else check(value))
 LATE: Any = None
@@ -236,7 +236,7 @@ class ConfigModel(BaseModel, metaclass=_Meta):
 
 
 class Unread(ConfigModel):
-    """A config class of ROLL whose keys have no effect here: it takes any, for code that makes one."""
+    """Stands for config classes of ROLL whose keys have no effect here: it takes any keyword."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -1,15 +1,15 @@
-"""A rough estimate of the memory that each role needs on each of its devices, from files alone, without torch.
+"""A rough estimate of the memory that each role needs on each device, from files, without torch.
 
-Parameters are counted from the headers of the model's safetensors files. What a strategy keeps for a parameter is known
-exactly; activations are estimated from the shape of the model, for attention that does not keep its scores. A run
-surely fails where the states and half of the activations do not fit; it may where they and half as many activations
-again do not.
+Parameters are counted from the headers of the model's safetensors files. What a strategy keeps for
+a parameter is known exactly; activations are estimated from the shape of the model, for attention
+that does not keep its scores. A run surely fails where the states and half of the activations do
+not fit; it may where they and half as many activations again do not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,6 @@ LAYER_ACTIVATIONS = 24
 # Logits exist in chunks of at most this size (see roll.ops).
 LOGITS_CHUNK_BYTES = 512 * 1024**2
 MARGIN = 0.5  # how far the activations may be off, to either side
-ON_GPU = "on one GPU"
-Bytes = Callable[[str], float]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one worker: on its device, and in the machine's memory for states that do not stay on the device."""
+    """Bytes of one worker on its device, and in host memory for what does not stay there."""
 
     states: int  # weights, gradients, optimizer
     activations: int
@@ -54,15 +52,12 @@ class MemoryEstimate:
         return self.states + self.activations
 
     def __str__(self) -> str:
-        elsewhere = (
-            f", and {_gib(self.offloaded)} in the machine's memory" if self.offloaded else ""
-        )
-        return f"about {_gib(self.total)} ({_gib(self.states)} states{elsewhere})"
+        moved = f", and {_gib(self.offloaded)} in the machine's memory" if self.offloaded else ""
+        return f"about {_gib(self.total)} ({_gib(self.states)} states{moved})"
 
 
 def read_shape(name: str | Path | None) -> ModelShape | None:
-    """Size and shape of a model; None where it cannot be told: a name on a hub that is not in the local cache, a folder
-    without safetensors files.
+    """Size and shape of a model; None for a hub's name that is not cached, or without safetensors.
 
     Raises:
         ConfigError: the files are there and cannot be read.
@@ -88,10 +83,52 @@ def estimate_memory(config: BaseConfig) -> dict[str, MemoryEstimate]:
     for name, role in config.active_roles().items():
         shape = read_shape(role.model_args.model_name_or_path) if role.holds_model else None
         if shape is not None:
-            found[name] = _estimate(
-                role, shape, config.sequence_length, rows_per_sample=2 if _is_pairs(config) else 1
-            )
+            row = config.sequence_length * (2 if config.kind == "dpo" else 1)  # a pair is two rows
+            found[name] = _estimate(role, shape, row)
     return found
+
+
+def _estimate(role: WorkerConfig, shape: ModelShape, tokens_per_row: int) -> MemoryEstimate:
+    info, width = strategy_info(str(role.strategy_name)), BYTES[role.model_args.dtype]
+    zero = role.strategy_config.get("zero_optimization")  # DeepSpeed's
+    zero = zero if isinstance(zero, Mapping) else {}
+    # DeepSpeed cuts weights only in its third stage; what it trains is cut in any.
+    cuts_weights = info.shards and (info.package != "deepspeed" or zero.get("stage") == 3)
+    shards = role.dp_size if cuts_weights else 1
+    weights = math.ceil(shape.parameters * width / shards)
+    if not info.trains:
+        tokens, states = role.infer_batch_size * tokens_per_row, weights
+        activations = tokens * shape.hidden * width * (LAYER_ACTIVATIONS // 2)
+    else:
+        if role.model_args.is_lora:
+            states = weights  # frozen; the adapters' own states are a rounding error beside them
+        elif not info.shards:
+            states = 4 * shape.parameters * width  # weights, gradients, two moments
+        else:
+            # Master weights, gradients and two moments in float32, cut over the ranks, and a layer
+            # or two in full.
+            layers = 2 * width * shape.parameters / shape.layers
+            states = math.ceil(16 * shape.parameters / role.dp_size + layers)
+        if role.use_dynamic_batching_in_train:
+            tokens = role.max_tokens_per_microbatch_in_train
+        else:
+            tokens = role.training_args.per_device_train_batch_size * tokens_per_row
+        kept = shape.layers + LAYER_ACTIVATIONS // 2  # an input per layer, and one layer in full
+        if role.model_args.disable_gradient_checkpointing:
+            kept = LAYER_ACTIVATIONS // 2 * shape.layers
+        activations = tokens * shape.hidden * width * kept
+    activations += min(LOGITS_CHUNK_BYTES, tokens * shape.vocabulary * 4)
+    # What the strategy keeps in the machine's memory leaves the device.
+    share = 0.0
+    if role.device_mapping and role.strategy_config.get("offload_policy"):  # fsdp2
+        share = 1.0
+    elif role.device_mapping:  # of parameters alone, those in half precision; never the gradients
+        for part, size in (("offload_optimizer", 0.75), ("offload_param", 0.125)):
+            offload = zero.get(part)
+            if isinstance(offload, Mapping) and offload.get("device", "none") == "cpu":
+                share += size
+    moved = int(states * share)
+    return MemoryEstimate(states - moved, activations, moved)
 
 
 def memory_verdict(
@@ -102,157 +139,62 @@ def memory_verdict(
     gpu_bytes: int | None,
     host_bytes: int | None,
 ) -> tuple[list[Problem], list[str]]:
-    """What does not fit (errors), and what may not (warnings), on a machine with so many bytes; None is not compared.
+    """What does not fit (errors), and what may not (warnings), into so many bytes; None fits all.
 
-    Roles that share a GPU, or the machine's memory, add up their states; they compute one after the other, so that only
-    the largest of their activations counts. With `is_offload_states` one role at a time is on a GPU, and a reference
-    whose scores are precomputed is gone before the policy comes.
+    Roles that share a GPU, or the machine's memory, add up their states; they compute one after the
+    other, so that only the largest of their activations counts. With `is_offload_states` one role
+    at a time is on a GPU, and a reference that is precomputed is gone before the policy comes.
     """
     roles = {name: config.active_roles()[name] for name in estimates}
     errors: list[Problem] = []
     warnings: list[str] = []
-
-    def judge(
-        where: str, names: list[str], states: Bytes, activations: Bytes, limit: int | None
-    ) -> None:
-        is_precomputed = getattr(config, "reference_log_probs", "live") == "precompute"
-        if where == ON_GPU and config.is_offload_states:
-            together = [[name] for name in names]
-        elif is_precomputed:  # the reference is gone before the policy comes
-            together = [
-                [name for name in names if name != "reference"],
-                [name for name in names if name == "reference"],
-            ]
-        else:
-            together = [names]
+    places: list[tuple[str, int | None, dict[str, tuple[int, int]]]] = []
+    # (where, limit, name: (states, activations)) of the fullest GPU, and of the machine
+    crowds = []
+    for gpu in {gpu for role in roles.values() for gpu in role.device_mapping or []}:
+        crowds.append([name for name, role in roles.items() if gpu in (role.device_mapping or [])])
+    if crowds:
+        names = max(crowds, key=lambda names: sum(estimates[name].total for name in names))
+        sizes = {name: (estimates[name].states, estimates[name].activations) for name in names}
+        places.append(("on one GPU", gpu_bytes, sizes))
+    if config.num_nodes == 1:
+        on_host = {}
+        for name, role in roles.items():
+            estimate, size = estimates[name], role.world_size
+            if not role.device_mapping:
+                states = estimate.states + estimate.offloaded
+                on_host[name] = (states * size, estimate.activations * size)
+            elif estimate.offloaded:
+                on_host[name] = (estimate.offloaded * size, 0)
+        places.append(("of memory", host_bytes, on_host))
+    for where, limit, sizes in places:
+        together = [list(sizes)]
+        if where == "on one GPU" and config.is_offload_states:
+            together = [[name] for name in sizes]
+        elif getattr(config, "reference_log_probs", "live") == "precompute":
+            policy = [name for name in sizes if name != "reference"]
+            together = [policy, [name for name in sizes if name == "reference"]]
         for group in filter(None, together):
-            # In one process, a role that samples may use the very weights of the one that is trained.
-            shared = (
-                "actor_infer"
-                if config.execution_backend == "local" and "actor_train" in group
-                else ""
-            )
-            kept, least = (
-                sum(states(name) for name in group if name != left_out) for left_out in ("", shared)
-            )
-            peak = max(map(activations, group))
+            kept = least = sum(sizes[name][0] for name in group)
+            # In one process, a role that samples may use the very weights of the trained one.
+            is_shared = config.execution_backend == "local" and "actor_train" in group
+            if is_shared and "actor_infer" in group:
+                least -= sizes["actor_infer"][0]
+            peak = max(sizes[name][1] for name in group)
             if limit is None or kept + (1 + MARGIN) * peak <= limit:
                 continue
-            needs = f"estimated {_gib(kept + peak)} {where} for {', '.join(group)}, {machine} has {_gib(limit)}"
+            has = f"{machine} has {_gib(limit)}"
+            needs = f"estimated {_gib(kept + peak)} {where} for {', '.join(group)}, {has}"
             if least + (1 - MARGIN) * peak > limit:
                 key = config.key_of(max(group, key=lambda name: estimates[name].total))
-                fix = "use more or larger devices, a smaller micro-batch, fewer bits (dtype) or adapters (lora_target)"
-                errors.append(
-                    Problem(
-                        key,
-                        f"{needs}; even with {MARGIN:.0%} fewer activations it does not fit: {fix}",
-                    )
-                )
+                surely = f"even with {MARGIN:.0%} fewer activations it does not fit"
+                fix = "use more or larger devices, a smaller micro-batch, fewer bits (dtype)"
+                errors.append(Problem(key, f"{needs}; {surely}: {fix} or adapters (lora_target)"))
             else:
-                warnings.append(
-                    f"{needs}; activations may be {MARGIN:.0%} more or fewer, so it may not fit"
-                )
-            return
-
-    def states_on_gpu(name: str) -> float:
-        return estimates[name].states
-
-    def states_on_host(name: str) -> float:
-        on_cpu = 0 if roles[name].device_mapping else estimates[name].states
-        return (on_cpu + estimates[name].offloaded) * roles[name].world_size
-
-    gpus = {gpu for role in roles.values() for gpu in role.device_mapping or []}
-    crowds = [
-        [name for name, role in roles.items() if gpu in (role.device_mapping or [])] for gpu in gpus
-    ]
-    if crowds:
-        fullest = max(crowds, key=lambda names: sum(estimates[name].total for name in names))
-        judge(ON_GPU, fullest, states_on_gpu, lambda name: estimates[name].activations, gpu_bytes)
-    on_host = [
-        name for name, role in roles.items() if not role.device_mapping or estimates[name].offloaded
-    ]
-    if config.num_nodes == 1:
-        judge(
-            "of memory",
-            on_host,
-            states_on_host,
-            lambda name: (
-                0
-                if roles[name].device_mapping
-                else estimates[name].activations * roles[name].world_size
-            ),
-            host_bytes,
-        )
+                perhaps = f"activations may be {MARGIN:.0%} more or fewer, so it may not fit"
+                warnings.append(f"{needs}; {perhaps}")
+            break
     return errors, warnings
-
-
-def _estimate(
-    role: WorkerConfig, shape: ModelShape, sequence_length: int, *, rows_per_sample: int
-) -> MemoryEstimate:
-    info, width = strategy_info(str(role.strategy_name)), BYTES[role.model_args.dtype]
-    is_deepspeed = info.package == "deepspeed"
-    shards = role.dp_size if info.shards and not is_deepspeed else 1
-    zero = role.strategy_config.get("zero_optimization") if is_deepspeed else None
-    zero = zero if isinstance(zero, Mapping) else {}
-    if is_deepspeed and zero.get("stage") == 3:
-        shards = role.dp_size
-    if not info.trains:
-        tokens = role.infer_batch_size * rows_per_sample * sequence_length
-        activations = tokens * shape.hidden * width * (LAYER_ACTIVATIONS // 2) + _logits(
-            tokens, shape
-        )
-        return _placed(role, math.ceil(shape.parameters * width / shards), activations, zero)
-    if role.model_args.is_lora:
-        # Frozen weights; the adapters' own states are a rounding error beside them.
-        states = math.ceil(shape.parameters * width / shards)
-    elif not info.shards:
-        states = 4 * shape.parameters * width  # weights, gradients, two moments
-    else:
-        # Master weights, gradients and two moments in float32, cut over the ranks, and a layer or two in full.
-        ranks = role.dp_size
-        states = math.ceil(
-            16 * shape.parameters / ranks + 2 * width * shape.parameters / shape.layers
-        )
-    if role.use_dynamic_batching_in_train:
-        tokens = role.max_tokens_per_microbatch_in_train
-    else:
-        tokens = role.training_args.per_device_train_batch_size * rows_per_sample * sequence_length
-    per_layer = tokens * shape.hidden * width
-    if role.model_args.disable_gradient_checkpointing:
-        activations = per_layer * (LAYER_ACTIVATIONS // 2) * shape.layers
-    else:
-        activations = per_layer * (shape.layers + LAYER_ACTIVATIONS // 2)
-    return _placed(role, states, activations + _logits(tokens, shape), zero)
-
-
-def _placed(
-    role: WorkerConfig, states: int, activations: int, zero: Mapping[str, object]
-) -> MemoryEstimate:
-    """The estimate with the states that the strategy keeps in the machine's memory taken off the device."""
-    moved = 0.0
-    if role.device_mapping:
-        offloads = {
-            part for part in ("offload_optimizer", "offload_param") if _is_on_cpu(zero.get(part))
-        }
-        if role.strategy_config.get("offload_policy"):  # fsdp2
-            moved = states
-        elif offloads:  # all but the gradients; of parameters alone, those in half precision
-            moved = states * (
-                0.875 if len(offloads) == 2 else 0.75 if "offload_optimizer" in offloads else 0.125
-            )
-    return MemoryEstimate(states - int(moved), activations, int(moved))
-
-
-def _is_on_cpu(offload: object) -> bool:
-    return isinstance(offload, Mapping) and offload.get("device", "none") == "cpu"
-
-
-def _logits(tokens: int, shape: ModelShape) -> int:
-    return min(LOGITS_CHUNK_BYTES, tokens * shape.vocabulary * 4)
-
-
-def _is_pairs(config: BaseConfig) -> bool:
-    return getattr(config, "pipeline", None) == "dpo"
 
 
 def _gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""Where a model lies, whether its folder is complete and what it holds, from its files alone: nothing is loaded."""
+"""Where a model lies, whether its folder is complete and what it holds; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def locate_model(name: str | None) -> tuple[str, Path | None]:
         path = model_of_run(path)
         return str(path), path
     if path.is_file():
-        raise ConfigError(
-            f"model_name_or_path: {name} is a file; give the folder that holds config.json and weights"
-        )
+        fix = "give the folder that holds config.json and weights"
+        raise ConfigError(f"model_name_or_path: {name} is a file; {fix}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model_name_or_path: the folder {path} does not exist")
     return name, None
 
 
 def model_of_run(folder: Path) -> Path:
-    """Where the model lies, if `folder` is that of a run (its newest complete checkpoint) or of a checkpoint; any other
-    folder is returned as it is. So `pretrain: output/warm_start` starts from what that run made.
+    """Where the model lies in the folder of a run (its newest complete checkpoint) or a checkpoint.
 
-    The layout is that of `roll.models.checkpoint`, whose `pipeline` folder makes a checkpoint complete.
+    Any other folder is returned as it is. So `pretrain: output/warm_start` takes that run's model.
+
+    See `roll.models.checkpoint`: its folder `pipeline` makes a checkpoint complete.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -67,7 +67,7 @@ def model_of_run(folder: Path) -> Path:
 
 
 def check_model_files(model_args: ModelSource) -> None:
-    """Raises ConfigError for a local model folder without config or weights, without loading either.
+    """Raises ConfigError for a local model folder without config or weights.
 
     Lets a run fail before anything is loaded. A Hugging Face name passes: only loading it can tell.
     """
@@ -87,16 +87,18 @@ def require_config(folder: Path) -> None:
 
 
 def require_weights(folder: Path) -> None:
-    """Raises ConfigError for a folder without weights, or without some of the files that its index names."""
+    """Raises ConfigError for a folder without weights, or without files that its index names."""
     if not weight_files(folder):
         raise ConfigError(_no_model(folder, "weights (model*.safetensors)"))
     index = folder / "model.safetensors.index.json"
     named = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     absent = sorted(name for name in named if not (folder / name).is_file())
     if absent and not (folder / "model.safetensors").is_file():
+        names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
+        are = "is" if len(absent) == 1 else "are"
         raise ConfigError(
-            f"model_name_or_path: {index} names {', '.join(absent[:3])}{' ...' if len(absent) > 3 else ''}, which "
-            f"{'is' if len(absent) == 1 else 'are'} not there: the model was not copied completely"
+            f"model_name_or_path: {index} names {names}, which {are} not there: the model was not "
+            "copied completely"
         )
 
 
@@ -104,8 +106,9 @@ def require_tokenizer(folder: Path) -> None:
     """Raises ConfigError for a folder without any tokenizer."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
-            f"model_name_or_path: {folder} has no tokenizer (found: {_listing(folder)}; expected one of"
-            f" {', '.join(TOKENIZER_FILES)}). Copy the files of the model's own tokenizer into it."
+            f"model_name_or_path: {folder} has no tokenizer (found: {_listing(folder)}; expected "
+            f"one of {', '.join(TOKENIZER_FILES)}). Copy the files of the model's own tokenizer "
+            "into it."
         )
 
 
@@ -126,9 +129,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def saved_tensors(folder: Path) -> dict[str, int]:
-    """Name and number of elements of every tensor in a folder's safetensors files, from their headers.
+    """Name and number of elements of every tensor in a folder's safetensors files.
 
-    A header is JSON behind eight bytes with its length.
+    Only headers are read, JSON behind eight bytes with its length; the library would import numpy.
     """
     found: dict[str, int] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -149,7 +152,7 @@ def saved_tensors(folder: Path) -> dict[str, int]:
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """The folder of a Hugging Face model in the local cache, as `HF_HUB_OFFLINE=1` would find it."""
+    """The folder of a Hugging Face model in the local cache, as `HF_HUB_OFFLINE=1` finds it."""
     home = Path(
         os.environ.get("HF_HOME")
         or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -170,7 +173,8 @@ def _listing(folder: Path) -> str:
 
 def _no_model(folder: Path, what: str) -> str:
     if (folder / ADAPTER_CONFIG).is_file():
-        fix = "It holds a LoRA adapter: give it as adapter_name_or_path, and its base model as model_name_or_path."
+        fix = "It holds a LoRA adapter: give it as adapter_name_or_path, and its base model as "
+        fix += "model_name_or_path."
     else:
         fix = "`random_init: true` draws random weights for the architecture in config.json."
     return f"model_name_or_path: {folder} has no {what} (found: {_listing(folder)}). {fix}"

@@ -32,7 +32,7 @@ class BaseConfig(ConfigModel):
     """Dotted path of the pipeline class; null is the one that belongs to this config."""
 
     backend: Literal["auto", "local", "ray"] = "auto"
-    """Where workers run: in this process, on Ray, or (auto) on Ray if a model has several workers."""
+    """Where workers run: in this process, on Ray, or (auto) on Ray if a model has several."""
 
     exp_name: str = Field(default_factory=lambda: Path(sys.argv[0]).stem or "roll")
     """Name of the experiment; the config file's name, or the script's, if left out."""
@@ -47,7 +47,7 @@ class BaseConfig(ConfigModel):
     """Folder that runs are written to."""
 
     track_with: str | list[str] = "tensorboard"
-    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, stdout, none, or a list of them."""
+    """Trackers beside metrics.jsonl: tensorboard, wandb, trackio, stdout, none, or a list."""
 
     tracker_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the tracker."""
@@ -77,13 +77,13 @@ class BaseConfig(ConfigModel):
     """Longest prompt plus response, in tokens; `prompt_length + response_length` if left out."""
 
     val_prompt_length: Annotated[AtLeastOne, Late] = LATE
-    """`prompt_length` of the validation; given together with `val_sequence_length` or not at all."""
+    """`prompt_length` of the validation; given with `val_sequence_length` or not at all."""
 
     val_sequence_length: Annotated[AtLeastOne, Late] = LATE
-    """`sequence_length` of the validation; given together with `val_prompt_length` or not at all."""
+    """`sequence_length` of the validation; given with `val_prompt_length` or not at all."""
 
     is_offload_states: bool = False
-    """Keep models of roles at work on the GPU, the others in host memory; vLLM keeps what it has."""
+    """Keep the models of idle roles in host memory instead of on the GPU; vLLM's stays."""
 
     system_envs: EnvironmentVariables = Field(default_factory=dict)
     """Environment variables of the roles with a model, unless a role sets its own."""

@@ -63,7 +63,7 @@ class TrainInferISWeightConfig(ConfigModel):
     """Multiply the policy loss by the weights."""
 
     weight_type: Granularity = "token"
-    """Tokens that share one ratio: each alone, a run of response tokens, the sequence (mean or sum)."""
+    """Tokens that share one ratio: each, a run of response tokens, the sequence (mean or sum)."""
 
     upper_bound: Positive | None = 1.2
     """Largest weight; null leaves weights as they are."""
@@ -149,7 +149,7 @@ class PPOConfig(BaseConfig):
     """Batches that generation may run ahead of training; 0 takes turns."""
 
     log_samples_per_step: AtLeastZero | None = 16
-    """Samples of a step that the run's `rollouts/` gets, for the report; null writes all, 0 none."""
+    """Samples of a step that the run's `rollouts/` gets, for the report; null is all, 0 none."""
 
     rollout_batch_size: AtLeastOne = 128
     """Prompts (RLVR) or trajectories (agentic) of a pipeline step."""
@@ -198,7 +198,7 @@ class PPOConfig(BaseConfig):
     """Weight of the KL divergence in the loss."""
 
     kl_loss_type: Literal["k3", "low_var_kl", "k2", "mse", "abs", "k3+"] = "k3"
-    """KL estimator of the loss: `k3` has the gradient of KL(reference, policy), `k2`, `k3+` the reverse."""
+    """KL estimator of the loss; the gradient of `k2` and `k3+` is that of KL(policy, reference)."""
 
     entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
@@ -266,7 +266,7 @@ class PPOConfig(BaseConfig):
     """Compute log-probs under the reference; on if `use_kl_loss` or `init_kl_coef` needs them."""
 
     enable_old_logprobs_recompute: bool = False
-    """Compute the policy's log-probs before training; on if a batch takes several optimizer steps."""
+    """Compute the policy's log-probs before training; on if a batch takes several updates."""
 
     force_disable_old_logprobs_recompute: bool = False
     """Never compute the policy's log-probs before training."""
@@ -280,7 +280,7 @@ class PPOConfig(BaseConfig):
     """What is done about the difference between sampling and training."""
 
     first_ratio_tolerance: NonNegative | None = None
-    """Mean of |ratio - 1| at a step's first update that stops the run; null: 0.001 (bf16 0.05), 0 off."""
+    """Mean |ratio - 1| at a step's first update that stops the run; null: 0.001 (bf16 0.05), 0: off."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": "roll.pipeline.base_worker.ActorWorker",
@@ -528,7 +528,7 @@ class PPOConfig(BaseConfig):
     def max_staleness(self) -> int:
         """Steps that the oldest token of a sample may be behind the step that trains on it.
 
-        They are the steps that generation runs ahead, and those that `actor_infer` itself is behind.
+        Generation runs ahead by some of them, and `actor_infer` itself is behind by the others.
         """
         return math.ceil(self.async_generation_ratio) + self.actor_infer.model_update_frequency - 1
 

@@ -236,20 +236,22 @@ _VISION = "a vision or audio model; only text models are trained"
 
 _KEYS_BY_REASON = {
     "on-policy distillation": (
-        "student_train student_infer teacher use_opd is_pure_opd pure_opd_pipeline_type opd_kl_coef "
-        "opsd_mode opsd_solution_key opsd_max_solution_length"
+        "student_train student_infer teacher use_opd is_pure_opd pure_opd_pipeline_type "
+        "opd_kl_coef opsd_mode opsd_solution_key opsd_max_solution_length"
     ),
     "distillation": "student distill_loss_weight distill_on_prompt kd_temperature",
     (
-        "ROLL's supervised fine-tuning is `pipeline: sft` here; write that, rename sft_train to actor_train, and give "
-        "max_steps instead of num_train_epochs"
+        "ROLL's supervised fine-tuning is `pipeline: sft` here; write that, rename sft_train to "
+        "actor_train, and give max_steps instead of num_train_epochs"
     ): "sft_train",
     "name the column in actor_train.data_args.prompt, and in that of validation": "prompt_key",
     "name the column in actor_train.data_args.response, and in that of validation": "response_key",
-    "only one column is the prompt; join the texts in the file, or write them as messages": "query_key system_key",
+    (
+        "only one column is the prompt; join the texts in the file, or write them as messages"
+    ): "query_key system_key",
     _VISION: (
-        "vlm_filter vision_dp media_folder image_folder image_max_pixels image_min_pixels video_folder video_fps "
-        "video_max_pixels video_min_pixels video_maxlen audio_folder audio_sampling_rate"
+        "vlm_filter vision_dp media_folder image_folder image_max_pixels image_min_pixels "
+        "video_folder video_fps video_max_pixels video_min_pixels video_maxlen audio_folder audio_sampling_rate"
     ),
 }
 UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -265,11 +267,17 @@ UNSUPPORTED_STRATEGIES: Mapping[str, str] = {
     "diffusion_deepspeed_train": "deepspeed_train",
 }
 
-_AGENTS = "agents that call tools in messages of their own; here an answer is a text that the environment reads"
+_AGENTS = (
+    "agents that call tools in messages of their own; here an answer is a text that the "
+    "environment reads"
+)
 
 # What an entry of `custom_envs` may ask for.
 NOT_BUILT_YET: Mapping[str, str] = {
-    "tool_wrapper": "tools around any environment; the environment tool_task has a sandboxed Python tool of its own",
+    "tool_wrapper": (
+        "tools around any environment; the environment tool_task has a sandboxed Python tool of "
+        "its own"
+    ),
     "agent_runner_cls": "programs that ask the policy by themselves; leave it null",
 }
 UNSUPPORTED_ENVIRONMENTS: Mapping[str, str] = {
@@ -286,18 +294,25 @@ UNSUPPORTED_ENVIRONMENTS: Mapping[str, str] = {
 
 _MANAGERS = "roll.pipeline.agentic.env_manager"
 _REWARDS = "roll.pipeline.rlvr.rewards"
+_SEES = "which judges what a vision model sees"
 UNSUPPORTED_CLASSES: Mapping[str, str] = {
     path: f"{path.rpartition('.')[2]}, {reason}"
     for path, reason in {
-        f"{_MANAGERS}.agent_native_env_manager.AgentNativeStepEnvManager": f"which is for {_AGENTS}",
-        f"{_MANAGERS}.proxy_env_manager.ProxyEnvManager": "which is for programs that ask the policy by themselves",
-        f"{_REWARDS}.detection_reward_worker.DetectionRewardWorker": "which judges what a vision model sees",
-        f"{_REWARDS}.video_r1_reward_worker.VideoR1RewardWorker": "which judges what a vision model sees",
-        f"{_REWARDS}.remote_reward_system_worker.RemoteRewardSystemWorker": "which asks a remote reward system",
+        f"{_MANAGERS}.agent_native_env_manager.AgentNativeStepEnvManager": (
+            f"which is for {_AGENTS}"
+        ),
+        f"{_MANAGERS}.proxy_env_manager.ProxyEnvManager": (
+            "which is for programs that ask the policy by themselves"
+        ),
+        f"{_REWARDS}.detection_reward_worker.DetectionRewardWorker": _SEES,
+        f"{_REWARDS}.video_r1_reward_worker.VideoR1RewardWorker": _SEES,
+        f"{_REWARDS}.remote_reward_system_worker.RemoteRewardSystemWorker": (
+            "which asks a remote reward system"
+        ),
     }.items()
 }
 
-# The last part of a model's name, of a template or of an environment manager that is made for images.
+# The last part of the name of a model, template or environment manager that is made for images.
 _VISION_NAME = re.compile(
     r"(^|[-_.])(vl|vlm|omni)([-_.]|$)|internvl|llava|pixtral|idefics|paligemma", re.IGNORECASE
 )
@@ -310,7 +325,7 @@ FOREIGN_PIPELINES = ("student", "student_train", "teacher", "sft_train")
 def unsupported_parts(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(dotted key, reason) for every part of a composed config file that this project cannot run.
 
-    Strategy names are not looked at: `StrategyArguments` refuses them, in files and in Python alike.
+    Strategy names are not looked at: `StrategyArguments` refuses them.
     """
     found = [
         (key, UNSUPPORTED_KEYS[key]) for key in raw if key in UNSUPPORTED_KEYS

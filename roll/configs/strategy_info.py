@@ -133,7 +133,7 @@ class StrategyInfo:
         infers: is for roles that only run forward passes (log-probs, values, rewards).
         generates: has an engine that answers prompts.
         options: the keys of `strategy_config`, with their types and defaults.
-        passes_other_keys: the other keys of `strategy_config` belong to a library, which checks them.
+        passes_other_keys: a library reads, and checks, the other keys of `strategy_config`.
         package: the package that has to be installed.
         shards: the ranks of a role share one copy of the weights and of the optimizer's state.
         scales_loss: can train in fp16.

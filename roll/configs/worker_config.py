@@ -199,7 +199,7 @@ class WorkerConfig(ConfigModel):
     """Fill micro-batches up to a number of tokens instead of a number of rows."""
 
     max_tokens_per_microbatch_in_train: AtLeastZero = 0
-    """Tokens of a micro-batch in training, padding included; for `use_dynamic_batching_in_train`."""
+    """Tokens of a micro-batch, padding included; for `use_dynamic_batching_in_train`."""
 
     sequence_length_round_in_train: AtLeastOne = 4
     """Micro-batches in training are padded to a multiple of this."""
@@ -301,7 +301,7 @@ class WorkerConfig(ConfigModel):
         return sizes
 
     def start_problems(self) -> list[Problem]:
-        """What the role's strategy refuses before it loads a model, although the config is valid."""
+        """What the strategy refuses before it loads a model, although the config is valid."""
         problems: list[Problem] = []
         if not self.holds_model:
             return problems

@@ -1,8 +1,8 @@
 """Everything about a run that can be found wrong before a model is loaded, all of it at once.
 
 `roll train` and `roll check` both call `examine`, so what one refuses the other refuses, in the
-same words. Most of it needs no torch, whose import alone takes longer than a check should. What only
-a class can say (a worker or pipeline of the user's own) is asked of the class, which may import it.
+same words. Most of it needs no torch, whose import alone takes longer than a check should. What
+only a class can say (a worker of the user's own) is asked of the class, which may import it.
 """
 
 from __future__ import annotations

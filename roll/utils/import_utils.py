@@ -8,7 +8,7 @@ from roll.utils.logging import get_logger
 
 
 def import_class(path: str) -> type:
-    """The class at `"package.module.Class"`; a ConfigError says which part of the path does not exist."""
+    """The class at `"package.module.Class"`; a ConfigError says which part does not exist."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         raise ConfigError(
@@ -18,16 +18,15 @@ def import_class(path: str) -> type:
 
 
 def import_from(module_name: str, name: str, *, named: str) -> Any:
-    """What a module calls `name`, which may have dots; a ConfigError that begins with `named` if there is no such."""
+    """What a module calls `name`, dots allowed; else a ConfigError that begins with `named`."""
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that exists and fails on an import of its own is that module's news, not a wrong path.
+        # A module that exists and fails on an import of its own is no wrong path.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ConfigError(
-            f"{named}: there is no module {error.name!r}; check the spelling, or put its folder on PYTHONPATH"
-        ) from error
+        fix = "check the spelling, or put its folder on PYTHONPATH"
+        raise ConfigError(f"{named}: there is no module {error.name!r}; {fix}") from error
     for part in name.split("."):
         found = getattr(found, part, None)
         if found is None:

@@ -37,7 +37,7 @@ from roll.utils.import_utils import import_class
 
 EnvMonitorConfig = RewardConfig = Unread
 _MANAGERS = "roll.pipeline.agentic.env_manager."
-# `prompts_are_whole` of our own managers, for those who ask without torch, which the classes import.
+# `prompts_are_whole` of our own managers, without the torch that the classes import.
 PROMPTS_ARE_WHOLE = {
     _MANAGERS + "traj_env_manager.TrajEnvManager": False,
     _MANAGERS + "step_env_manager.StepEnvManager": True,
@@ -48,7 +48,8 @@ PROXY_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "policy": (),
     "random": (),
     "openai": (
-        "base_url", "model_name", "api_key", "api_key_env", "max_concurrency", "timeout", "max_retries", "extra_body",
+        "base_url", "model_name", "api_key", "api_key_env", "max_concurrency", "timeout",
+        "max_retries", "extra_body",
     ),
 }  # fmt: skip
 NormType = Literal["batch", "group"] | None
@@ -58,16 +59,16 @@ class RewardNormalizationConfig(ConfigModel):
     """How the scores of trajectories are made comparable."""
 
     grouping: str = "batch"
-    """Column whose equal values form a group (`traj_group_id`, `tags` ...); `batch`: all are one."""
+    """Column whose equal values form a group (`traj_group_id`, `tags` ...); `batch`: all."""
 
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
-    """Older way to choose the two types: none, the mean only, or both; `asym_clip` is `mean_std`."""
+    """Older way to choose the types: none, the mean, or both; `asym_clip` is `mean_std`."""
 
     norm_mean_type: NormType = None
-    """Over what the mean is taken that is subtracted; follows `method` unless it is written down."""
+    """Over what the mean is taken that is subtracted; follows `method` unless written down."""
 
     norm_std_type: NormType = None
-    """Over what the standard deviation is taken that divides; follows `method` unless written down."""
+    """Over what the standard deviation is taken; follows `method` unless written down."""
 
     @model_validator(mode="after")
     def _types_from_method(self) -> Self:
@@ -106,13 +107,13 @@ class LLMProxyConfig(ConfigModel):
 class EnvTemplate(ConfigModel):
     """An entry of `custom_envs`: one kind of environment, and what the policy reads in it.
 
-    Placeholders of the templates: {observation} {env_instruction} {suffix} {turn_idx} {actions_left}
-    {max_response_length}; with StepEnvManager also {history} {history_length} {step_count} {current_step}
-    {current_observation}.
+    Placeholders of the templates: {observation} {env_instruction} {suffix} {turn_idx}
+    {actions_left} {max_response_length}; with StepEnvManager also {history} {history_length}
+    {step_count} {current_step} {current_observation}.
     """
 
     env_type: str | None = None
-    """Its id (frozen_lake, sokoban ...), dotted path, gymnasium:ID or GEM's own (game:Wordle-v0)."""
+    """Its id (frozen_lake, sokoban ...), dotted path, gymnasium:ID or GEM's (game:Wordle-v0)."""
 
     env_config: dict[str, Any] = Field(default_factory=dict)
     """The environment's own options."""
@@ -179,7 +180,7 @@ class EnvManagerConfig(WorkerConfig):
     """Groups of each tag; an equal share for each if left out."""
 
     max_traj_per_env: Whole = -1
-    """Trajectories that an environment may give per pipeline step; -1 is as many as the batch needs."""
+    """Trajectories of an environment in a pipeline step; -1 is as many as the batch needs."""
 
     worker_cls: Any = "roll.pipeline.agentic.environment_worker.EnvironmentWorker"
     """Class of the workers, or its dotted path."""
@@ -191,7 +192,7 @@ class EnvManagerConfig(WorkerConfig):
     """Dotted path of the class that may drop a finished group."""
 
     env_timeout: Positive = 60.0
-    """Seconds that one reset or step may take; an environment that takes longer is ended and counted."""
+    """Seconds that a reset or step may take; one that takes longer is ended and counted."""
 
     env_retries: AtLeastZero = 1
     """Times that an episode starts again after a failure; then its group goes on without it."""

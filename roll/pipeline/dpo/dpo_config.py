@@ -19,7 +19,7 @@ class DPOConfig(BaseConfig):
     """Learning from pairs of a chosen and a rejected answer.
 
     Sizes count pairs: with `per_device_train_batch_size: 4` a micro-batch is 4 pairs, which are 8
-    rows. (ROLL doubles the sizes in the config instead, each time one is built from the same roles.)
+    rows. (ROLL doubles the sizes in the config each time one is built from the same roles.)
     """
 
     pipeline: Literal["dpo"] = "dpo"
@@ -78,7 +78,7 @@ class DPOConfig(BaseConfig):
     """Compare with a uniform policy instead of the reference, which is then not loaded."""
 
     reference_log_probs: Literal["live", "precompute"] = "live"
-    """Log-probs of the reference step by step, or all before training, so that it can be unloaded."""
+    """Log-probs of the reference step by step, or all before training, to unload it then."""
 
     chosen_key: str = "chosen"
     """Column of the better answer."""
@@ -87,7 +87,7 @@ class DPOConfig(BaseConfig):
     """Column of the worse answer."""
 
     overlong: Literal["drop", "truncate_answer", "truncate_prompt"] = "drop"
-    """Pairs over `sequence_length`: drop them, cut the longer answer, or the start of the prompts."""
+    """Pairs over `sequence_length`: drop them, cut the longer answer, or the prompts' start."""
 
     early_stop_patience: AtLeastOne | None = None
     """Stop after so many validations without a lower loss, keeping the best model; null: never."""

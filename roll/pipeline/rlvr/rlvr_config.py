@@ -36,7 +36,7 @@ class RewardFilterConfig(ConfigModel):
     """Judge a prompt by the mean or by the standard deviation of its samples' scores."""
 
     filter_args: dict[str, Any] = Field(default_factory=dict)
-    """`threshold_down`, `threshold_up` or `std_threshold`; a prompt that equals one is dropped too."""
+    """`threshold_down`, `threshold_up` or `std_threshold`; a prompt at a bound is dropped too."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -58,10 +58,10 @@ class RewardFilterConfig(ConfigModel):
 
 
 class RewardConfig(WorkerConfig):
-    """The reward of one domain: a function of yours (`reward_fn`), or a worker class (`worker_cls`)."""
+    """The reward of one domain: a function (`reward_fn`), or a worker class (`worker_cls`)."""
 
     reward_fn: str | None = None
-    """Function as `package.module:score`, or `file.py:score`, looked for here and then beside the config file."""
+    """`package.module:score`, or `file.py:score`, looked for here, then beside the config."""
 
     reward_timeout: Positive = 30.0
     """Seconds that scoring one sample may take once it has begun; then the sample is dropped."""
@@ -102,7 +102,7 @@ class RewardConfig(WorkerConfig):
     @field_validator("reward_fn")
     @classmethod
     def _find_beside_the_config(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """`context={"folder": ...}` is the folder of the config file, where a file not found here may lie."""
+        """`context={"folder": ...}` is that of the config file, where else a file may lie."""
         path, colon, name = (value or "").rpartition(":")
         beside = Path((info.context or {}).get("folder", ".")) / path
         if path.endswith(".py") and not Path(path).is_file() and beside.is_file():
@@ -158,7 +158,7 @@ class RLVRConfig(PPOConfig):
     """Weight of policy and KL loss."""
 
     importance_sampling: Literal["token", "seq", "segment", "seq_token", "segment_token"] = "token"
-    """Tokens with one probability ratio: each, a response (GSPO), a run; `_token`: own advantages."""
+    """Tokens with one ratio: each, a response (GSPO), a run; `_token`: own advantages."""
 
     val_greedy: bool = False
     """Validate with the most likely tokens."""

@@ -38,7 +38,7 @@ class SFTConfig(BaseConfig):
     """Data of the validation; null does not validate."""
 
     stop_at_exact_match: Fraction | None = None
-    """Stop once this share of the validation is answered exactly as in the file; null never does."""
+    """Stop once this share of the validation is answered exactly as in the file; null: never."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": "roll.pipeline.sft.sft_worker.SFTWorker"
