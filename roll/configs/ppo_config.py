@@ -280,7 +280,7 @@ class PPOConfig(BaseConfig):
     """What is done about the difference between sampling and training."""
 
     first_ratio_tolerance: NonNegative | None = None
-    """Mean |ratio - 1| at a step's first update that stops the run; null: 0.001 (bf16 0.05), 0: off."""
+    """Mean |ratio - 1| of a first update that stops the run; null: 0.001 (bf16 0.05), 0: off."""
 
     default_worker_cls: ClassVar[dict[str, str]] = {
         "actor_train": "roll.pipeline.base_worker.ActorWorker",

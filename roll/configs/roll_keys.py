@@ -251,7 +251,8 @@ _KEYS_BY_REASON = {
     ): "query_key system_key",
     _VISION: (
         "vlm_filter vision_dp media_folder image_folder image_max_pixels image_min_pixels "
-        "video_folder video_fps video_max_pixels video_min_pixels video_maxlen audio_folder audio_sampling_rate"
+        "video_folder video_fps video_max_pixels video_min_pixels video_maxlen audio_folder "
+        "audio_sampling_rate"
     ),
 }
 UNSUPPORTED_KEYS: Mapping[str, str] = {
