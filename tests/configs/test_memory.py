@@ -184,6 +184,23 @@ def test_states_that_stay_in_host_memory_leave_the_gpu(folder):
     assert "in the machine's memory" in str(estimate)
 
 
+@pytest.mark.parametrize(
+    ("parts", "share"),
+    [
+        (["offload_optimizer"], 0.75),
+        (["offload_param"], 0.125),
+        (["offload_optimizer", "offload_param"], 0.875),
+    ],
+)
+def test_what_deepspeed_offloads_leaves_the_gpu(folder, parts, share):
+    zero = {"stage": 3, **{part: {"device": "cpu"} for part in parts}}
+    options = {"strategy_name": "deepspeed_train", "strategy_config": {"zero_optimization": zero}}
+    config = config_of(folder, strategy_args=options, device_mapping=[0])
+    estimate = estimate_memory(config)["actor_train"]
+    whole = 16 * 1024 + 2 * 4 * 1024 // 2
+    assert (estimate.states, estimate.offloaded) == (whole - whole * share, whole * share)
+
+
 def test_a_run_of_ours_is_read_from_its_newest_checkpoint(folder, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     (run / "checkpoints" / "checkpoint-4" / "pipeline").mkdir(parents=True)
