@@ -52,9 +52,7 @@ def measure(num_envs: int, turns: int, env_type: str) -> tuple[float, dict[str, 
         "train_env", role.worker_cls, ResourceManager(0, 1, backend="local"), role
     ) as cluster:
         proxy = InstantProxy(actor_infer=None, tokenizer=tokenizer, options={})
-        source = EnvSource(
-            config, role, "train", env_cluster=cluster, proxy=proxy, tokenizer=tokenizer
-        )
+        source = EnvSource(config, "train", cluster, tokenizer, proxy=proxy)
         source.rollout(0, num_envs)  # the process starts, modules are imported, templates compiled
         started = time.perf_counter()
         rollout = source.rollout(1, num_envs)

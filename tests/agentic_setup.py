@@ -79,9 +79,8 @@ def source_of(config: AgenticConfig, proxy: Any = None, mode: Any = "train", **o
         "train_env", manager.worker_cls, ResourceManager(backend="local"), manager
     ) as cluster:
         proxy = proxy or EchoProxy(tokenizer)
-        source = EnvSource(
-            config, manager, mode, env_cluster=cluster, proxy=proxy, tokenizer=tokenizer, **options
-        )
+        both = config.model_copy(update={"val_env_manager": manager})
+        source = EnvSource(both, mode, cluster, tokenizer, proxy=proxy, **options)
         try:
             yield source
         finally:

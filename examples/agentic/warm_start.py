@@ -23,7 +23,6 @@ from roll.models.tiny import ASCII, make_tiny_model
 from roll.ops.log_probs import next_token_log_probs
 from roll.pipeline.agentic.agentic_config import AgenticConfig
 from roll.pipeline.agentic.env_source import EnvSource
-from roll.pipeline.agentic.llm_proxy import create_llm_proxy
 from roll.pipeline.registry import load_config
 from roll.rollout.collate import collate
 
@@ -50,10 +49,7 @@ def random_play(config: AgenticConfig, rounds: int) -> Iterator[DataProto]:
     with Cluster(
         "train_env", manager.worker_cls, ResourceManager(backend="local"), manager
     ) as cluster:
-        proxy = create_llm_proxy(manager.llm_proxy, actor_infer=None, tokenizer=tokenizer)
-        source = EnvSource(
-            config, manager, "train", env_cluster=cluster, proxy=proxy, tokenizer=tokenizer
-        )
+        source = EnvSource(config, "train", cluster, tokenizer)
         for number in range(rounds):
             played = source.rollout(number, config.rollout_batch_size).trajectories
             yield collate(played, tokenizer.pad_token_id, per_turn=config.rows_are_turns)

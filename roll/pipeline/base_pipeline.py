@@ -143,8 +143,7 @@ class BasePipeline:
     # -- clusters ----------------------------------------------------------------------------------
 
     def make_cluster(self, role_name: str) -> Cluster:
-        """The workers of a role, constructed and not yet initialized. GPUs that do not exist are an
-        error here."""
+        """The workers of a role, not yet initialized. GPUs that do not exist are an error here."""
         roles = self.pipeline_config.active_roles()
         if role_name not in roles:
             raise ConfigError(
@@ -159,8 +158,7 @@ class BasePipeline:
         return cluster
 
     def initialize(self, *clusters: Cluster) -> None:
-        """Build the models of these clusters, all at the same time; roles that train load the
-        resumed checkpoint."""
+        """Build the models of these clusters at the same time; training roles load a checkpoint."""
         pending = [
             (cluster, cluster.execute_all_async("initialize", self.pipeline_config))
             for cluster in clusters
@@ -169,16 +167,14 @@ class BasePipeline:
             cluster.gather(refs, "initialize")
 
     def release(self, cluster: Cluster) -> None:
-        """End a cluster that is not needed any more; its memory is free once the caller lets go of
-        it too."""
+        """End a cluster; its memory is free once the caller lets go of it too."""
         cluster.shutdown()
         self._clusters.remove(cluster)
 
     def set_model_update_pair(
         self, src_cluster: Cluster, tgt_cluster: Cluster, frequency: int = 1
     ) -> None:
-        """`model_update` brings the weights of `tgt_cluster` to those of `src_cluster`, every
-        `frequency` steps."""
+        """`model_update` brings the weights of one cluster to another, every `frequency` steps."""
         self._update_pairs.append((src_cluster, tgt_cluster, frequency))
 
     def model_update(self, global_step: int) -> dict[str, Any]:
@@ -194,23 +190,20 @@ class BasePipeline:
         )
 
     def set_checkpoint_clusters(self, *clusters: Cluster) -> None:
-        """The clusters that `save_checkpoint` saves; the first of them holds the model that a run is
-        about."""
+        """What `save_checkpoint` saves; the first cluster holds the model that a run is about."""
         self._checkpoint_clusters = list(clusters)
 
     # -- state -------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """What the pipeline itself carries from step to step, as plain values by name. Subclasses
-        extend it."""
+        """What the pipeline itself carries from step to step, as plain values by name."""
         return {}
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Take back what `states` gave."""
 
     def restore(self) -> None:
-        """On resume, load the pipeline's own state. Call it once everything that has a state
-        exists."""
+        """On resume, load the pipeline's own state, once everything that has a state exists."""
         if self.checkpoint is not None:
             _, states = load_pipeline_state(self.checkpoint)
             self.load_states(states)
@@ -222,8 +215,7 @@ class BasePipeline:
     # -- steps -------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, with a progress bar. Ends early after `stop`, or when Ctrl-C asks
-        for it."""
+        """The steps that are left, with a progress bar. Ends early after `stop` or Ctrl-C."""
         max_steps = self.pipeline_config.max_steps
         if self.global_step >= max_steps:
             logger.warning(
@@ -262,8 +254,7 @@ class BasePipeline:
             self._info_written = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Reduce metrics to numbers and write them as one line for `step`, with the times of a
-        checkpoint before it."""
+        """Write metrics, reduced to numbers, as the line of `step`, with a checkpoint's times."""
         reduced = reduce_metrics({**metrics, **self._pending})
         self._pending = {}
         self.logged = {
@@ -325,8 +316,7 @@ class BasePipeline:
     # -- the end -----------------------------------------------------------------------------------
 
     def model_folder(self, step: int | None = None) -> Path | None:
-        """Where the model of the newest checkpoint (or of that after `step` steps) lies; None if
-        there is none."""
+        """The model of the newest checkpoint, or of that after `step` steps, if there is one."""
         step = self._saved_step if step is None else step
         if step is None or not self._checkpoint_clusters:
             return None
@@ -334,8 +324,7 @@ class BasePipeline:
         return checkpoint_folder(self.run_dir, step) / role
 
     def finish(self, result: str = "", *, model: Path | None = None) -> None:
-        """End the run: write the report, say where the model is and what `result` is, or how to go
-        on.
+        """End the run, write the report, and say what came of it or how to go on.
 
         Args:
             result: what validation says, in one sentence.
@@ -363,7 +352,7 @@ class BasePipeline:
             Console(highlight=False, soft_wrap=True).print(text, markup=False)
 
     def _write_report(self) -> Path | None:
-        """report.html, where the viewer is installed. A run does not fail because its report does."""
+        """report.html, where the viewer is installed. A run does not fail if its report does."""
         if importlib.util.find_spec("roll.viewer") is None:
             return None
         try:
@@ -375,8 +364,7 @@ class BasePipeline:
             return None
 
     def close(self, status: Status = "stopped") -> None:
-        """End workers and trackers and write `status` to run.json. Safe to call again; the first
-        status counts."""
+        """End workers and trackers and write `status`. Safe to call again; the first one counts."""
         if self.run_log is None:
             return
         self.run_log.close()
@@ -402,8 +390,8 @@ class BasePipeline:
 
     @contextmanager
     def _finishing_on_signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM ends the run after its step; the second at once. Only the main
-        thread may ask."""
+        """The first SIGINT or SIGTERM ends the run after its step; the second at once."""
+        # Python lets only the main thread handle signals.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -36,7 +36,7 @@ from roll.pipeline.loss_io import first_update_report
 from roll.pipeline.model_worker import balance_ranks
 from roll.rollout.buffer import Buffer
 from roll.rollout.collate import collate
-from roll.rollout.types import Dropped, Rollout
+from roll.rollout.types import Rollout
 from roll.utils.metrics.metrics_manager import MetricsManager
 from roll.utils.metrics.reduction import reduce_metrics
 from roll.utils.rollout_log import RolloutLog, discard_rollouts_after
@@ -52,18 +52,13 @@ class OffPolicyError(RollError, RuntimeError):
 
 
 class RolloutSource(Protocol):
-    """Where the groups of a step come from; with a buffer, they are made while training goes on."""
+    """Where groups come from: those of a step, and those of the validation, always the same. With a
+    buffer, they are made while training goes on."""
 
     @property
     def buffer(self) -> Buffer | None: ...
 
     def collect(self, step: int) -> Rollout: ...
-
-    def close(self) -> None: ...
-
-
-class ValSource(Protocol):
-    """What the policy is validated on: the same prompts or episodes every time."""
 
     def validate(self) -> Rollout: ...
 
@@ -71,7 +66,7 @@ class ValSource(Protocol):
 
 
 class PolicyPipeline(BasePipeline):
-    """A policy that samples and is trained, with a reference and a critic where the config wants them.
+    """A policy that samples and is trained, with a reference and a critic where they are wanted.
 
     A subclass sets `tokenizer` before it calls this constructor, and initializes the clusters after
     it.
@@ -103,7 +98,7 @@ class PolicyPipeline(BasePipeline):
         config = pipeline_config
         super().__init__(config, progress=progress)
         self.source: RolloutSource | None = None
-        self.val_source: ValSource | None = None
+        self.val_source: RolloutSource | None = None
         self.rows_are_turns = False
         self.metrics = MetricsManager()
         self.kl_ctrl = get_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
@@ -162,10 +157,9 @@ class PolicyPipeline(BasePipeline):
                     batch = self.add_advantages(batch)
                     with self.metrics.timer("time/step_train"):
                         self.train(step, batch)
-                    self.add_batch_metrics(step, batch)
                 with self._timer("log"):
-                    self.log_samples(step, batch, rollout.dropped)
-            self.add_step_metrics(step, batch)
+                    self.log_samples(step, batch, rollout)
+            self.add_batch_metrics(step, batch)
             self.end_step(step, self.metrics.pop())
         self.finish(self.result())
 
@@ -176,7 +170,7 @@ class PolicyPipeline(BasePipeline):
         return nullcontext() if buffer is None else buffer.paused(step)
 
     def update_engine(self, step: int) -> None:
-        """Bring the policy's weights to the role that generates; their checksum is in the metrics."""
+        """Bring the policy's weights to the role that generates; metrics have its checksum."""
         if self.actor_infer is not None:
             self.use(self.actor_train, self.actor_infer)
             with self.metrics.timer("time/step_model_update"):
@@ -198,7 +192,11 @@ class PolicyPipeline(BasePipeline):
             self.use(self.actor_infer, *self.reward_clusters())
             rollout = self.source.collect(step)
             self.metrics.add_metrics(rollout.metrics)
-            self.watch_failures(rollout)
+            nothing_asked = not rollout.dropped and not rollout.failures
+            is_empty = not rollout.groups and not nothing_asked
+            self.num_empty_steps = self.num_empty_steps + 1 if is_empty else 0
+            if self.num_empty_steps >= MAX_EMPTY_STEPS:
+                self.give_up(rollout)
             if not rollout.groups:
                 return None, rollout
             batch = collate(rollout.trajectories, self.pad_token_id, per_turn=self.rows_are_turns)
@@ -261,7 +259,7 @@ class PolicyPipeline(BasePipeline):
         self.use(self.actor_infer, *self.reward_clusters())
         with self._timer("validate"):
             rollout = self.val_source.validate()
-        self._log_validation(self.sample_logs, step, rollout, self.tokenizer)
+        self.log_samples(step, val_batch(rollout, self.pad_token_id), rollout, split="val")
         return rollout.metrics
 
     def final_validation(self) -> dict[str, float]:
@@ -283,11 +281,8 @@ class PolicyPipeline(BasePipeline):
         """Scores -> `final_response_mask`, `advantages` and `returns` (B, S-1)."""
         raise NotImplementedError
 
-    def add_batch_metrics(self, step: int, batch: DataProto) -> None:
-        """Metrics of a batch that was trained on."""
-
-    def add_step_metrics(self, step: int, batch: DataProto | None) -> None:
-        """Metrics of a step whose times are known."""
+    def add_batch_metrics(self, step: int, batch: DataProto | None) -> None:
+        """Metrics of what was trained on, and of the step's speed."""
 
     @classmethod
     def load_validation(cls, config: Any, tokenizer: Any) -> Any:
@@ -297,7 +292,7 @@ class PolicyPipeline(BasePipeline):
     @classmethod
     def make_val_source(
         cls, config: Any, clusters: Mapping[str, Cluster], tokenizer: Any, data: Any
-    ) -> ValSource:
+    ) -> RolloutSource:
         """Given what `load_validation` returned, and `actor_infer` and the `val_roles`."""
         raise NotImplementedError
 
@@ -314,29 +309,14 @@ class PolicyPipeline(BasePipeline):
     def _timer(self, part: str) -> AbstractContextManager[None]:
         return self.metrics.timer(self.timers[part]) if part in self.timers else nullcontext()
 
-    def watch_failures(self, rollout: Rollout) -> None:
-        """Count steps that brought nothing."""
-        self.num_empty_steps = 0 if rollout.groups else self.num_empty_steps + 1
-        if self.num_empty_steps >= MAX_EMPTY_STEPS:
-            self.give_up(rollout)
-
-    def log_samples(self, step: int, batch: DataProto | None, dropped: Sequence[Dropped]) -> None:
+    def log_samples(
+        self, step: int, batch: DataProto | None, rollout: Rollout, split: str = "train"
+    ) -> None:
         """Write samples of this step to the run's folder and to `rollout_dump_dir`."""
         if self.sample_logs:
-            samples = [item.sample(self.tokenizer) for item in dropped]
+            dropped = [item.sample(self.tokenizer) for item in rollout.dropped]
             for log in self.sample_logs:
-                log.write(step, batch, dropped=samples)
-
-    @staticmethod
-    def _log_validation(
-        logs: Sequence[RolloutLog], step: int, rollout: Rollout, tokenizer: Any
-    ) -> None:
-        batch = None
-        if rollout.groups:
-            batch = collate(rollout.trajectories, tokenizer.pad_token_id, per_turn=None)
-        dropped = [item.sample(tokenizer) for item in rollout.dropped]
-        for log in logs:
-            log.write(step, batch, split="val", dropped=dropped)
+                log.write(step, batch, split=split, dropped=dropped)
 
     def compute_rows(
         self, cluster: Cluster, method: str, batch: DataProto, **meta_info: Any
@@ -393,15 +373,11 @@ class PolicyPipeline(BasePipeline):
 
     def close(self, status: Status = "stopped") -> None:
         if self.run_log is not None:  # not closed yet
-            self.close_sources()
+            if self.source is not None:
+                self.source.close()
+            if self.val_source is not None and self.val_source is not self.source:
+                self.val_source.close()
         super().close(status)
-
-    def close_sources(self) -> None:
-        """End what samples are made with, besides the clusters."""
-        if self.source is not None:
-            self.source.close()
-        if self.val_source is not None and self.val_source is not self.source:
-            self.val_source.close()
 
     # -- `roll eval` -------------------------------------------------------------------------------
 
@@ -433,7 +409,7 @@ class PolicyPipeline(BasePipeline):
             config.num_gpus_per_node, config.num_nodes, backend=config.execution_backend
         )
         clusters: dict[str, Cluster] = {}
-        source: ValSource | None = None
+        source: RolloutSource | None = None
         try:
             for name, role in config.active_roles().items():
                 if name == "actor_infer" or name.startswith(cls.val_roles):
@@ -448,8 +424,17 @@ class PolicyPipeline(BasePipeline):
             for cluster in clusters.values():
                 cluster.shutdown()
         if samples_to is not None:
-            cls._log_validation([RolloutLog(samples_to, tokenizer, None)], 0, rollout, tokenizer)
+            batch = val_batch(rollout, tokenizer.pad_token_id)
+            dropped = [item.sample(tokenizer) for item in rollout.dropped]
+            RolloutLog(samples_to, tokenizer, None).write(0, batch, split="val", dropped=dropped)
         return rollout.metrics
+
+
+def val_batch(rollout: Rollout, pad_token_id: int) -> DataProto | None:
+    """The rows of a validation, for the log: turns where each has a prompt of its own."""
+    if not rollout.groups:
+        return None
+    return collate(rollout.trajectories, pad_token_id, per_turn=None)
 
 
 def _dump_of(dump_dir: str | Path, step: int) -> Path:

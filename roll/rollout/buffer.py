@@ -244,5 +244,5 @@ class Buffer:
                     if self._is_closed:
                         return
                 self.source.work()
-        except BaseException as error:  # noqa: BLE001 - the thread's border: `take` raises it in the main thread
+        except BaseException as error:  # noqa: BLE001 - `take` raises it in the main thread
             self.fail(error)

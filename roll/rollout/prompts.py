@@ -107,12 +107,8 @@ class PromptSource:
         val_prompts: PromptDataset | None = None,
     ) -> None:
         assert config.actor_infer.generating_args is not None
-        self.config, self.engine, self.rewards, self.pad_token_id = (
-            config,
-            engine,
-            rewards,
-            pad_token_id,
-        )
+        self.config, self.engine, self.rewards = config, engine, rewards
+        self.pad_token_id = pad_token_id
         self.sampling = SamplingParams.from_config(
             config.actor_infer.generating_args, seed=config.seed
         )
@@ -273,8 +269,8 @@ class PromptSource:
             ]
             raise DataError(
                 f"{len(dropped)} samples were dropped and the batch is not full "
-                f"(max_num_gen_batches={config.max_num_gen_batches}): {', '.join(counts)}. The last "
-                f"one was dropped because of {dropped[-1].reason}"
+                f"(max_num_gen_batches={config.max_num_gen_batches}): {', '.join(counts)}. The "
+                f"last one was dropped because of {dropped[-1].reason}"
             )
         return f"{len(self._jobs)} prompts are being answered or scored"
 

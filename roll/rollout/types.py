@@ -1,4 +1,4 @@
-"""The words of rollouts: a Turn is one response, a Trajectory one episode, a Group those to compare.
+"""The words of rollouts: a Turn is one response, a Trajectory an episode, a Group those to compare.
 
 An answer to a prompt is an episode of one turn, so RLVR and agentic runs share everything from here
 to the optimizer step. Turns hold the token ids that the policy read and wrote: nothing is ever
@@ -57,7 +57,7 @@ class Trajectory:
 
     Attributes:
         env_id: which member of its group it is.
-        prompts_are_whole: every turn's prompt stands alone; otherwise it continues the turns before.
+        prompts_are_whole: every turn's prompt stands alone, else it continues the turns before.
         metrics: of the episode, by name.
         stop_reason: terminated, truncated, max_steps or max_length.
         prompt: the row of a data file that was answered, if it was one.

@@ -1,4 +1,4 @@
-"""Generation by the batch, as ROLL's `InferWorker.generate` has it: prompts to requests, outputs to rows.
+"""Generation by the batch, as ROLL's `InferWorker.generate` has it: requests, and rows of outputs.
 
 Pipelines work with requests and trajectories instead (`roll.rollout`).
 """
@@ -104,9 +104,9 @@ def prompt_requests(
 ) -> list[GenerationRequest]:
     """A request for each left-padded prompt, with `num_return_sequences` samples.
 
-    The random streams of a prompt's samples are named by its `prompt_id` where there is that column,
-    else by its tokens, and by how often they occurred before: they depend neither on the order of
-    the rows nor on the rank.
+    The random streams of a prompt's samples are named by its `prompt_id` where there is that
+    column, else by its tokens, and by how often they occurred before: they depend neither on the
+    order of the rows nor on the rank.
     """
     num_samples = generation_config.get("num_return_sequences") or 1
     attended = prompts["attention_mask"].bool()

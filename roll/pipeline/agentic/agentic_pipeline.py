@@ -14,7 +14,7 @@ from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import ConfigError, DataError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
-from roll.pipeline.agentic.env_source import EnvSource, GroupFilter, env_source
+from roll.pipeline.agentic.env_source import EnvSource, GroupFilter
 from roll.pipeline.agentic.utils import (
     agentic_compute_advantage,
     compute_discounted_returns,
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class AgenticPipeline(PolicyPipeline):
-    """StarPO (grpo, reinforce, gae), GiGPO and step-wise REINFORCE on environments of several turns."""
+    """StarPO (grpo, reinforce, gae), GiGPO and step-wise REINFORCE in environments."""
 
     progress_metrics: ClassVar[Mapping[str, str]] = {
         "score": "rollout/score/mean",
@@ -85,8 +85,8 @@ class AgenticPipeline(PolicyPipeline):
     def _make_source(self, mode: Literal["train", "val"]) -> EnvSource:
         cluster = self.make_cluster(f"{mode}_env")
         self.initialize(cluster)
-        config, first_step = self.pipeline_config, self.global_step
-        return env_source(mode, config, cluster, self.actor_infer, self.tokenizer, first_step)
+        config, step = self.pipeline_config, self.global_step
+        return EnvSource(config, mode, cluster, self.tokenizer, self.actor_infer, first_step=step)
 
     @classmethod
     def load_validation(cls, config: AgenticConfig, tokenizer: Any) -> None:
@@ -97,7 +97,7 @@ class AgenticPipeline(PolicyPipeline):
     def make_val_source(
         cls, config: AgenticConfig, clusters: Mapping[str, Cluster], tokenizer: Any, data: Any
     ) -> EnvSource:
-        return env_source("val", config, clusters["val_env"], clusters["actor_infer"], tokenizer)
+        return EnvSource(config, "val", clusters["val_env"], tokenizer, clusters["actor_infer"])
 
     def collect(self, step: int) -> tuple[DataProto | None, Rollout]:
         """The rows of this step, of episodes that are played or replayed."""
@@ -152,12 +152,11 @@ class AgenticPipeline(PolicyPipeline):
         metrics.add_metrics(batch.meta_info.pop("metrics", {}))
         return batch
 
-    def add_batch_metrics(self, step: int, batch: DataProto) -> None:
-        self.metrics.add_metrics(compute_train_data_metrics(batch))
-
-    def add_step_metrics(self, step: int, batch: DataProto | None) -> None:
-        seconds = max(self.metrics.metrics["time/step_total"], 1e-9)
-        tokens = 0 if batch is None else int(batch["attention_mask"].sum())
+    def add_batch_metrics(self, step: int, batch: DataProto | None) -> None:
+        seconds, tokens = max(self.metrics.metrics["time/step_total"], 1e-9), 0
+        if batch is not None:
+            self.metrics.add_metrics(compute_train_data_metrics(batch))
+            tokens = int(batch["attention_mask"].sum())
         samples = (step + 1) * self.pipeline_config.rollout_batch_size
         self.metrics.add_metrics({"system/tps": tokens / seconds, "system/samples": samples})
 
@@ -165,13 +164,6 @@ class AgenticPipeline(PolicyPipeline):
         if self.val_source is None or self.is_interrupted:
             return ""
         return validation_summary(self.final_validation())
-
-    def watch_failures(self, rollout: Rollout) -> None:
-        """Add the success of all tags together, too."""
-        successes = [item.success for item in rollout.trajectories if item.success is not None]
-        if successes:
-            self.metrics.add_metric("env/success", sum(successes) / len(successes))
-        super().watch_failures(rollout)
 
     def give_up(self, rollout: Rollout) -> None:
         """Stop with a checkpoint: environments may work again when the run is resumed."""

@@ -171,6 +171,7 @@ class GroupQueue:
 
 class EnvSource:
     """The environments of one set (training or validation), and the episodes that they play.
+    Responses come from `proxy`, by default the configured one.
 
     With `async_pipeline` a `buffer` has it play the coming steps while training goes on, whole
     steps at a time: what is asked of the environments is then the same as without.
@@ -179,16 +180,20 @@ class EnvSource:
     def __init__(
         self,
         config: AgenticConfig,
-        manager_config: EnvManagerConfig,
         mode: Literal["train", "val"],
-        *,
         env_cluster: Cluster,
-        proxy: BaseLLMProxy,
         tokenizer: PreTrainedTokenizerBase,
+        actor_infer: Cluster | None = None,
+        *,
+        proxy: BaseLLMProxy | None = None,
         first_step: int = 0,
     ) -> None:
-        self.config, self.manager_config, self.mode = config, manager_config, mode
-        self.env_cluster, self.proxy = env_cluster, proxy
+        self.config, self.mode, self.env_cluster = config, mode, env_cluster
+        manager_config = config.train_env_manager if mode == "train" else config.val_env_manager
+        self.manager_config = manager_config
+        self.proxy = proxy or create_llm_proxy(
+            manager_config.llm_proxy, actor_infer=actor_infer, tokenizer=tokenizer
+        )
         self.pad_token_id = tokenizer.pad_token_id
         self.conversation = Conversation(get_chat_template(config.global_template, tokenizer))
         self.drift = DriftMonitor(self.conversation)
@@ -220,7 +225,7 @@ class EnvSource:
             self._size = config.rollout_batch_size // manager_config.group_size
             self._next_step = first_step
             self._played: dict[int, Rollout] = {}
-            gate = getattr(proxy, "gate", None)
+            gate = getattr(self.proxy, "gate", None)
             assert gate is not None, "only the policy can be interrupted"  # the config refuses it
             self.buffer = Buffer(
                 self,
@@ -257,13 +262,17 @@ class EnvSource:
     def collect(self, step: int) -> Rollout:
         """The episodes of a step, played now or ahead of it."""
         if self.buffer is None:
-            return self.rollout(step, self.config.rollout_batch_size)
-        started = time.monotonic()
-        self.buffer.take(step)
-        rollout = self._played.pop(step)
-        num_stale = sum(item.reason == STALE for item in rollout.dropped)
-        rollout.metrics |= staleness_metrics(rollout.trajectories, step, num_stale)
-        rollout.metrics["rollout/wait_seconds"] = time.monotonic() - started
+            rollout = self.rollout(step, self.config.rollout_batch_size)
+        else:
+            started = time.monotonic()
+            self.buffer.take(step)
+            rollout = self._played.pop(step)
+            num_stale = sum(item.reason == STALE for item in rollout.dropped)
+            rollout.metrics |= staleness_metrics(rollout.trajectories, step, num_stale)
+            rollout.metrics["rollout/wait_seconds"] = time.monotonic() - started
+        successes = [item.success for item in rollout.trajectories if item.success is not None]
+        if successes:
+            rollout.metrics["env/success"] = sum(successes) / len(successes)
         return rollout
 
     def validate(self) -> Rollout:
@@ -373,28 +382,6 @@ class EnvSource:
 
     def waiting_for(self) -> str:
         return f"the episodes of step {self._next_step} are being played"
-
-
-def env_source(
-    mode: Literal["train", "val"],
-    config: AgenticConfig,
-    env_cluster: Cluster,
-    actor_infer: Cluster | None,
-    tokenizer: PreTrainedTokenizerBase,
-    first_step: int = 0,
-) -> EnvSource:
-    """The source of a pipeline's `train_env_manager` or `val_env_manager`."""
-    manager = config.train_env_manager if mode == "train" else config.val_env_manager
-    proxy = create_llm_proxy(manager.llm_proxy, actor_infer=actor_infer, tokenizer=tokenizer)
-    return EnvSource(
-        config,
-        manager,
-        mode,
-        env_cluster=env_cluster,
-        proxy=proxy,
-        tokenizer=tokenizer,
-        first_step=first_step,
-    )
 
 
 @dataclass

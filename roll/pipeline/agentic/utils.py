@@ -1,7 +1,8 @@
 """Rewards, masks and advantages of trajectories.
 
-One row is a step or a whole trajectory. Rows of a trajectory share `traj_id` and are numbered by `step`; trajectories
-that started from the same state share `traj_group_id`. The steps return a new batch and leave the given one alone.
+One row is a step or a whole trajectory. Rows of a trajectory share `traj_id` and are numbered by
+`step`; trajectories that started from the same state share `traj_group_id`. The steps return a new
+batch and leave the given one alone.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ __all__ = [
 def compute_discounted_returns(
     batch: DataProto, adv_estimator: str, gamma: float = 1.0
 ) -> DataProto:
-    """For estimators of turns, write `step_rewards` (B,): G_k = step_score_k + gamma G_{k+1} in a trajectory.
+    """For estimators of turns, write `step_rewards` (B,): G_k = step_score_k + gamma G_{k+1}.
 
-    Rows may come in any order; `step` orders the rows with the same `traj_id`. Other estimators: the batch as it is.
+    Rows may come in any order; `step` orders the rows with the same `traj_id`. Other estimators:
+    the batch as it is.
     """
     if not get_estimator(adv_estimator).rows_are_turns:
         return batch
@@ -78,8 +80,8 @@ def compute_discounted_returns(
 def agentic_reward_norm(
     batch: DataProto, reward_normalization: RewardNormalizationConfig
 ) -> Tensor:
-    """Normalise `scores` (B,) as `normalize_rewards` does. The rows with the same value in the column `grouping` form a
-    group; grouping `batch` makes one group of all."""
+    """Normalise `scores` (B,) as `normalize_rewards` does. The rows with the same value in the
+    column `grouping` form a group; grouping `batch` makes one group of all."""
     scores_B = column(batch, "scores")
     check_finite(scores_B, name="scores")
     return _normalize(
@@ -89,10 +91,10 @@ def agentic_reward_norm(
 
 @torch.no_grad()
 def build_state_group(batch: DataProto) -> DataProto:
-    """Write `state_group_id`: the same for rows of one `traj_group_id` whose `state_hash` is the same.
+    """Write `state_group_id`: the same for rows of one `traj_group_id` with the same `state_hash`.
 
-    (ROLL writes the bare hash, so that equal states of different groups are mixed up afterwards.) The sizes of the
-    groups go to `meta_info["metrics"]`.
+    (ROLL writes the bare hash, so that equal states of different groups are mixed up afterwards.)
+    The sizes of the groups go to `meta_info["metrics"]`.
     """
     pairs = list(zip(_labels(batch, "traj_group_id"), _labels(batch, "state_hash"), strict=True))
     sizes = torch.bincount(group_index(len(batch), ids=pairs)).double()
@@ -112,14 +114,16 @@ def compute_response_level_rewards(
 ) -> tuple[DataProto, Metrics]:
     """Write `response_level_rewards` (B,), normalised and clipped.
 
-    gigpo            episode_reward_weight * norm(`episode_scores`) + step_reward_weight * norm(`step_rewards`), the
-                     latter among the rows in the same state of the same trajectory group (arXiv:2505.10978); also
-                     writes both parts, `episode_rewards_norm` and `step_rewards_norm`
+    gigpo            episode_reward_weight * norm(`episode_scores`) + step_reward_weight *
+                     norm(`step_rewards`), the latter among the rows in the same state of the same
+                     trajectory group (arXiv:2505.10978); also writes both parts,
+                     `episode_rewards_norm` and `step_rewards_norm`
     step_reinforce   norm(`step_rewards`)
     others           norm(sum of `scores` over the tokens)
 
-    norm follows `reward_normalization`; for estimators that ROLL does not have and that define a normalisation (rloo,
-    dr_grpo, reinforce_plus_plus_baseline) it is theirs, over `traj_group_id` unless another grouping is configured.
+    norm follows `reward_normalization`; for estimators that ROLL does not have and that define a
+    normalisation (rloo, dr_grpo, reinforce_plus_plus_baseline) it is theirs, over `traj_group_id`
+    unless another grouping is configured.
     """
     check_clip(pipeline_config.reward_clip, "reward_clip")
     estimator = get_estimator(pipeline_config.adv_estimator)
@@ -164,8 +168,9 @@ def compute_response_level_rewards(
 def get_agentic_response_level_mask(
     data: DataProto, pipeline_config: Any
 ) -> tuple[DataProto, Metrics]:
-    """Write `origin_response_mask` (B, S) and `final_response_mask` (B, T). Every trajectory is kept: unlike a single
-    response, one that reached a limit still has complete turns to learn from. `pipeline_config` is not read."""
+    """Write `origin_response_mask` (B, S) and `final_response_mask` (B, T). Every trajectory is
+    kept: unlike a single response, one that reached a limit still has complete turns to learn from.
+    `pipeline_config` is not read."""
     response_mask = column(data, "response_mask")
     num_rows = float(len(response_mask))
     metrics = {
@@ -188,7 +193,7 @@ compute_segment_masked_mean = segment_masked_mean
 def compute_agentic_reinforce_return(
     token_level_rewards: Tensor, gamma: float, lambd: float = 1.0, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), both the returns per turn of `turn_discounted_returns`; `lambd` is not used."""
+    """(advantages, returns), both those of `turn_discounted_returns`; `lambd` is not used."""
     mask = torch.ones_like(token_level_rewards) if mask is None else mask
     returns = turn_discounted_returns(token_level_rewards, mask, float(gamma))
     return returns, returns.clone()

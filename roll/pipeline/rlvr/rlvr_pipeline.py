@@ -124,7 +124,9 @@ class RLVRPipeline(PolicyPipeline):
             batch[SAMPLE_WEIGHTS] = compute_sample_weights(batch, config)
         return batch
 
-    def add_batch_metrics(self, step: int, batch: DataProto) -> None:
+    def add_batch_metrics(self, step: int, batch: DataProto | None) -> None:
+        if batch is None:
+            return
         self.metrics.add_all_metrics(step, batch)
         self.metrics.add_domain_all_metrics(batch)
         resources = {}
@@ -139,12 +141,6 @@ class RLVRPipeline(PolicyPipeline):
             return ""
         share = self.final_validation().get("val_correct/all/mean", 0.0)
         return f"Validation: {share:.3f} of the samples are right."
-
-    def watch_failures(self, rollout: Rollout) -> None:
-        if rollout.groups or rollout.dropped:  # a batch may also be empty because nothing was asked
-            super().watch_failures(rollout)
-        else:
-            self.num_empty_steps = 0
 
     def give_up(self, rollout: Rollout) -> None:
         reasons = [
