@@ -34,24 +34,24 @@ def weights(pipeline: RLVRPipeline) -> bytes:
     return (pipeline.model_folder() / "model.safetensors").read_bytes()
 
 
-VALIDATION = {"eval_steps": 2, "val_n_sample": 2}
-
-
 def with_validation(inputs: Path) -> dict:
     generating = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    return {
-        "validation": {
-            "data_args": {"file_name": str(inputs / "test.jsonl")},
-            "generating_args": generating,
-        }
-    }
+    data = {"file_name": str(inputs / "test.jsonl")}
+    validation = {"data_args": data, "generating_args": generating}
+    return {"eval_steps": 2, "val_n_sample": 2, "validation": validation}
+
+
+def sampling(inputs: Path, **generating) -> dict:
+    infer = make_values(inputs)["actor_infer"]
+    args = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **generating}
+    return {"actor_infer": {**infer, "generating_args": args}}
 
 
 # -- what a run leaves behind ------------------------------------------------------------------------------------------
 
 
 def test_a_run_reports_what_happened(inputs, tmp_path):
-    pipeline = run(inputs, tmp_path, **VALIDATION, **with_validation(inputs))
+    pipeline = run(inputs, tmp_path, **with_validation(inputs))
     lines = metrics_of(pipeline.run_dir)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     first = lines[0]
@@ -61,51 +61,45 @@ def test_a_run_reports_what_happened(inputs, tmp_path):
     assert first["system/weight_checksum"] != lines[1]["system/weight_checksum"]
     assert first["rollout/truncated_frac"] == first["token/total_response_length/clip"]
     assert {"val_correct/all/mean", "val/pass_at_2/all", "val/score/reverse/mean"} <= first.keys()
-    assert (
-        "val/score/all/mean" not in lines[1]
-        and "val/score/all/mean" in lines[2]
-        and "val/score/all/mean" in lines[3]
-    )
+    assert ["val/score/all/mean" in line for line in lines] == [True, False, True, True]
     samples = read_rollouts(pipeline.run_dir / "rollouts" / "step-000001.jsonl")
     assert len(samples) == 16 and samples[0]["policy_version"] == 1
-    assert samples[0]["prompt"].endswith("<") and len(
-        samples[0]["tokens"]["infer_log_probs"]
-    ) == len(samples[0]["tokens"]["ids"])
+    tokens = samples[0]["tokens"]
+    assert samples[0]["prompt"].endswith("<")
+    assert len(tokens["infer_log_probs"]) == len(tokens["ids"])
     assert len(read_rollouts(pipeline.run_dir / "rollouts" / "val-000002.jsonl")) == 12
 
 
 def test_evaluation_alone_says_what_the_run_said_at_its_end(inputs, tmp_path):
-    pipeline = run(inputs, tmp_path / "a", **VALIDATION, **with_validation(inputs))
+    pipeline = run(inputs, tmp_path / "a", **with_validation(inputs))
     final = metrics_of(pipeline.run_dir)[-1]
-    config = make_config(inputs, **VALIDATION, **with_validation(inputs))
+    config = make_config(inputs, **with_validation(inputs))
     for checkpoint in (pipeline.run_dir, pipeline.model_folder().parent, pipeline.model_folder()):
         found = RLVRPipeline.evaluate(config, checkpoint, samples_to=tmp_path / "eval")
         assert found == {key: value for key, value in final.items() if key in found}
-    assert len(read_rollouts(tmp_path / "eval" / "rollouts" / "val-000000.jsonl")) == 12
-    trained = [
-        sample["response"]
-        for sample in read_rollouts(tmp_path / "eval" / "rollouts" / "val-000000.jsonl")
-    ]
     RLVRPipeline.evaluate(config, samples_to=tmp_path / "before")
-    before = [
-        sample["response"]
-        for sample in read_rollouts(tmp_path / "before" / "rollouts" / "val-000000.jsonl")
-    ]
+    trained, before = (
+        [
+            sample["response"]
+            for sample in read_rollouts(tmp_path / name / "rollouts/val-000000.jsonl")
+        ]
+        for name in ("eval", "before")
+    )
+    assert len(trained) == 12
     assert before != trained, "without a checkpoint it is the model that the run started from"
     with pytest.raises(ConfigError, match="validation: missing"):
         RLVRPipeline.evaluate(make_config(inputs))
 
 
 def test_the_same_seed_gives_the_same_run_bit_for_bit(inputs, tmp_path):
-    one, two = (
-        run(inputs, tmp_path / name, **VALIDATION, **with_validation(inputs)) for name in "ab"
-    )
+    one, two = (run(inputs, tmp_path / name, **with_validation(inputs)) for name in "ab")
     assert metrics_of(one.run_dir) == metrics_of(two.run_dir)
     assert weights(one) == weights(two)
     other = run(inputs, tmp_path / "c", seed=4)
     assert weights(other) != weights(one)
 
 
+REFERENCE = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": "hf_infer"}}
 KILLED = textwrap.dedent(
     """
     import os, signal, sys
@@ -131,22 +125,11 @@ KILLED = textwrap.dedent(
 @pytest.mark.slow
 def test_resume_after_kill_9_in_the_middle_of_a_step(inputs, tmp_path):
     options = {
-        "max_steps": 5,
-        "save_steps": 2,
-        "norm_mean_type": "running",
-        "norm_std_type": "running",
-        "adv_estimator": "reinforce",
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.1,
-        "add_token_level_kl": True,
-        "init_kl_coef": 0.1,
-        "target_kl": 0.05,
-        "kl_horizon": 40,
-        "reference": {
-            "model_args": {"dtype": "fp32"},
-            "strategy_args": {"strategy_name": "hf_infer"},
-        },
-    }
+        "max_steps": 5, "save_steps": 2, "norm_mean_type": "running", "norm_std_type": "running",
+        "adv_estimator": "reinforce", "use_kl_loss": True, "kl_loss_coef": 0.1,
+        "add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.05, "kl_horizon": 40,
+        "reference": REFERENCE,
+    }  # fmt: skip
     whole = run(inputs, tmp_path / "whole", **options)
     killed_output = str(tmp_path / "killed")
     tests = str(Path(__file__).parents[2])
@@ -244,8 +227,7 @@ def test_other_estimators_run(inputs, tmp_path, estimator):
 def test_kl_against_a_reference_or_against_the_policy_without_its_adapter(inputs, tmp_path):
     pytest.importorskip("peft")
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "max_steps": 2}
-    reference = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": "hf_infer"}}
-    with_reference = run(inputs, tmp_path / "reference", **kl, reference=reference)
+    with_reference = run(inputs, tmp_path / "reference", **kl, reference=REFERENCE)
     first, second = metrics_of(with_reference.run_dir)
     assert abs(first["critic/kl"]) < 1e-6 and second["actor/kl_loss"] > 1e-6
     values = make_values(inputs)
@@ -294,35 +276,24 @@ def test_several_domains_with_their_own_rewards(inputs, tmp_path):
 
 
 def test_truncated_sampling_is_not_on_policy_and_stops(inputs, tmp_path):
-    values = make_values(inputs)
-    infer = {
-        **values["actor_infer"],
-        "generating_args": {"temperature": 1.0, "top_p": 0.7, "top_k": 0},
-    }
-    with pytest.raises(
-        OffPolicyError,
-        match=r"(?s)more than 0.001 .*tokens are cut off before sampling \(top_p=0.7",
-    ):
-        run(inputs, tmp_path / "a", actor_infer=infer)
-    pipeline = run(inputs, tmp_path / "b", actor_infer=infer, first_ratio_tolerance=0, max_steps=1)
+    cut = sampling(inputs, top_p=0.7)
+    message = r"(?s)more than 0.001 .*tokens are cut off before sampling \(top_p=0.7"
+    with pytest.raises(OffPolicyError, match=message):
+        run(inputs, tmp_path / "a", **cut)
+    pipeline = run(inputs, tmp_path / "b", **cut, first_ratio_tolerance=0, max_steps=1)
     assert metrics_of(pipeline.run_dir)[0]["actor/first_ratio_error"] > 1e-2
     # A correction of the gap says that it is meant.
     correction = {"is_weight": {"enabled": True}}
-    run(inputs, tmp_path / "c", actor_infer=infer, train_infer_correction=correction, max_steps=1)
+    run(inputs, tmp_path / "c", **cut, train_infer_correction=correction, max_steps=1)
 
 
 def test_training_at_the_sampling_temperature_is_on_policy(inputs, tmp_path):
-    values = make_values(inputs)
-    infer = {
-        **values["actor_infer"],
-        "generating_args": {"temperature": 0.5, "top_p": 1.0, "top_k": 0},
-    }
-    pipeline = run(inputs, tmp_path / "a", actor_infer=infer, max_steps=1)
+    cool = sampling(inputs, temperature=0.5)
+    pipeline = run(inputs, tmp_path / "a", **cool, max_steps=1)
     assert metrics_of(pipeline.run_dir)[0]["actor/first_ratio_error"] < 1e-4
-    with pytest.raises(
-        OffPolicyError, match=r"temperature 0.5 with log_probs_at_sampling_temperature=false"
-    ):
-        run(inputs, tmp_path / "b", actor_infer=infer, log_probs_at_sampling_temperature=False)
+    message = r"temperature 0.5 with log_probs_at_sampling_temperature=false"
+    with pytest.raises(OffPolicyError, match=message):
+        run(inputs, tmp_path / "b", **cool, log_probs_at_sampling_temperature=False)
 
 
 MISBEHAVING = """
@@ -416,60 +387,33 @@ def test_bad_input_is_found_before_a_model_is_loaded(inputs, tmp_path, monkeypat
     monkeypatch.setattr("roll.pipeline.model_worker.ModelWorker.initialize", no_model)
     values = make_values(inputs)
 
-    def refused(error, match, **overrides):
-        with pytest.raises(error, match=match):
-            run(inputs, tmp_path, **overrides)
-        assert not list(tmp_path.glob("run*")), "nor is there a run"
-
-    def data(rows, **options):
+    def data(*rows, **options):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return {
-            "actor_train": {
-                **values["actor_train"],
-                "data_args": {"file_name": str(path), **options},
-            }
-        }
+        data_args = {"file_name": str(path), **options}
+        return {"actor_train": {**values["actor_train"], "data_args": data_args}}
 
-    refused(
-        DataError,
-        "no column prompt; its columns are: question, answer",
-        **data([{"question": "a", "answer": "b"}]),
-    )
-    refused(
-        DataError,
-        "The longest of them has 30 tokens and prompt_length is 8",
-        **data([{"prompt": "1" * 30}]),
-    )
-    refused(
-        DataError,
-        r"rows.jsonl:1: domain 'law' has no reward",
-        **data([{"prompt": "1", "domain": "law"}]),
-    )
-    refused(
-        DataError,
-        "the columns scores have names that the pipeline uses",
-        **data([{"prompt": "1", "scores": 1}]),
-    )
-    two = {
-        "a": {**values["rewards"]["reverse"], "tag_included": ["x"]},
-        "b": {**values["rewards"]["reverse"], "tag_included": ["y"]},
-    }
-    refused(
-        DataError,
-        r"tag 'z' belongs to no domain.*a: x; b: y",
-        **data([{"prompt": "1", "tag": "z"}]),
-        rewards=two,
-    )
-    refused(
-        ConfigError,
-        r"(?s)domain_interleave_probs.*reverze.*did you mean",
-        **data([{"prompt": "1"}], domain_interleave_probs={"reverze": 1.0}),
-    )
-    refused(
-        ConfigError,
-        "rewards.reverse.reward_fn",
-        rewards={"reverse": {"reward_fn": "nowhere.py:score"}},
-    )
-    refused(ConfigError, "rollout_batch_size: found 3", rollout_batch_size=3)
-    refused(ConfigError, "rewards: missing", rewards={})
+    reward = values["rewards"]["reverse"]
+    two = {"a": {**reward, "tag_included": ["x"]}, "b": {**reward, "tag_included": ["y"]}}
+    nowhere = {"reverse": {"reward_fn": "nowhere.py:score"}}
+    table = [
+        (DataError, "no column prompt; its columns are: question, answer",
+         lambda: data({"question": "a", "answer": "b"})),
+        (DataError, "The longest of them has 30 tokens and prompt_length is 8",
+         lambda: data({"prompt": "1" * 30})),
+        (DataError, r"rows.jsonl:1: domain 'law' has no reward",
+         lambda: data({"prompt": "1", "domain": "law"})),
+        (DataError, "the columns scores have names that the pipeline uses",
+         lambda: data({"prompt": "1", "scores": 1})),
+        (DataError, r"tag 'z' belongs to no domain.*a: x; b: y",
+         lambda: data({"prompt": "1", "tag": "z"}) | {"rewards": two}),
+        (ConfigError, r"(?s)domain_interleave_probs.*reverze.*did you mean",
+         lambda: data({"prompt": "1"}, domain_interleave_probs={"reverze": 1.0})),
+        (ConfigError, "rewards.reverse.reward_fn", lambda: {"rewards": nowhere}),
+        (ConfigError, "rollout_batch_size: found 3", lambda: {"rollout_batch_size": 3}),
+        (ConfigError, "rewards: missing", lambda: {"rewards": {}}),
+    ]  # fmt: skip
+    for error, match, overrides in table:
+        with pytest.raises(error, match=match):
+            run(inputs, tmp_path, **overrides())
+        assert not list(tmp_path.glob("run*")), "nor is there a run"
