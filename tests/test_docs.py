@@ -1,5 +1,6 @@
 """The documentation is true: generated pages are current, links lead somewhere."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -73,3 +74,20 @@ def test_every_metric_that_the_code_names_is_documented():
     emitted = emitted_metrics()
     assert len(emitted) > 100
     assert {name: emitted[name] for name in undocumented(emitted)} == {}
+
+
+def test_the_map_leads_to_what_exists():
+    places = re.findall(r"`(roll/[\w/.]+\.py): ([\w.]+)`", (ROOT / "docs" / "where-is-what.md").read_text())
+    assert len(places) >= 12
+    for file, symbol in places:
+        found: ast.AST = ast.parse((ROOT / file).read_text())
+        for name in symbol.split("."):
+            defined = {}
+            for node in ast.iter_child_nodes(found):
+                if isinstance(node, ast.Assign | ast.AnnAssign):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    defined |= {ast.unparse(target): node for target in targets}
+                elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    defined[node.name] = node
+            assert name in defined, f"{file} has no {symbol}"
+            found = defined[name]
