@@ -77,7 +77,9 @@ def test_every_metric_that_the_code_names_is_documented():
 
 
 def test_the_map_leads_to_what_exists():
-    places = re.findall(r"`(roll/[\w/.]+\.py): ([\w.]+)`", (ROOT / "docs" / "where-is-what.md").read_text())
+    places = re.findall(
+        r"`(roll/[\w/.]+\.py): ([\w.]+)`", (ROOT / "docs" / "where-is-what.md").read_text()
+    )
     assert len(places) >= 12
     for file, symbol in places:
         found: ast.AST = ast.parse((ROOT / file).read_text())

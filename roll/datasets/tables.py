@@ -170,7 +170,9 @@ def peek_table(
     tables: list[Table] = []
     is_whole = True
     if _needs_datasets(str(file)):
-        table = _read_with_datasets(str(file), download=False)
+        # Without network the cache decides, so it is asked: a name that is not in it is an error.
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        table = _read_with_datasets(str(file), download=is_offline)
         if table is None:
             return None, False
         return table.head(max_rows), len(table) <= max_rows

@@ -520,6 +520,9 @@ def _look_at_data(config: Any, findings: Findings) -> None:
             if found is not None:
                 tables += [] if found[0] is None else [found[0]]
                 is_whole = is_whole and found[1]
+                if found[0] is None and not Path(file).expanduser().exists():
+                    where = "is no file here, so it is taken for a dataset of the Hugging Face Hub"
+                    findings.notes.append(f"{file} {where}; its rows are read when training starts")
         if tokenizer is None or not tables or len(findings.errors) > num_errors:
             continue
         # Imports numpy, which a broken file need not wait for.

@@ -204,6 +204,7 @@ def test_names_of_the_hub(tmp_path, monkeypatch):
     message = message_of("other/thing")
     assert "perhaps it is no file here nor on the Hub: doesn't exist on the Hub" in message
     asked.clear()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert peek_table("some/thing", max_bytes=9, max_rows=9) == (None, False), "no download"
     (tmp_path / "other").mkdir()
     for name in ("other/thing", "some/thing.jsonl"):

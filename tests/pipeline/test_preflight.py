@@ -280,7 +280,13 @@ def test_a_hub_name_is_a_note_unless_there_is_no_network(project, monkeypatch, t
         "some/model is a Hugging Face name and not in the local cache: its size is not known yet",
         "how long the rows of pairs.jsonl are is known once the tokenizer is here",
     ]
+    data = ["actor_train.data_args.file_name=some/pairs:train"]
+    assert (
+        "some/pairs:train is no file here, so it is taken for" in examine("dpo.yaml", data).notes[0]
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (error,) = examine("dpo.yaml", data).errors
+    assert "actor_train.data_args.file_name: some/pairs:train cannot be read" in error
     (error,) = examine("dpo.yaml", ["pretrain=some/model"]).errors
     assert "pretrain: there is no folder 'some/model' here, HF_HUB_OFFLINE is set" in error
     cached = tmp_path / "hub" / "models--some--model"
