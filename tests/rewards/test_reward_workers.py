@@ -63,8 +63,9 @@ def make_cluster(folder):
 
     yield make
     for cluster in clusters:
-        if hasattr(cluster.worker_cls, "close"):
-            cluster.execute_all_sync("close")
+        with cluster:  # shuts it down
+            if hasattr(cluster.worker_cls, "close"):
+                cluster.execute_all_sync("close")
 
 
 def make_batch(pairs: list[tuple[str, str]], **columns) -> DataProto:
@@ -110,10 +111,9 @@ def test_a_function_of_ones_own_on_ray(make_cluster, reward_file):
     pairs = [("1+1=", "2"), ("?", "hang"), ("1+2=", "2")]
     batch = make_batch(pairs, ground_truth=["2", "", "3"], tag=list("aaa"))
     cluster = make_cluster(backend="ray", reward_fn=spec, reward_timeout=3.0, world_size=2)
-    with cluster:
-        padded, num_extra = pad_dataproto_to_divisor(batch, 2)
-        result = unpad_dataproto(cluster.compute_rewards(padded), num_extra)
-        cluster.execute_all_sync("close")
+    padded, num_extra = pad_dataproto_to_divisor(batch, 2)
+    result = unpad_dataproto(cluster.compute_rewards(padded), num_extra)
+    cluster.execute_all_sync("close")
     scores = torch.tensor([1.5, math.nan, 0.5])
     torch.testing.assert_close(result.batch["scores"], scores, equal_nan=True)
     assert list(result.non_tensor_batch["drop_reason"]) == [None, "timeout", None]
