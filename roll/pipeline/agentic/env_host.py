@@ -6,11 +6,11 @@
 
 One process serves any number of environments, one after the other, so a turn costs microseconds. An
 environment that takes longer than `timeout_s` is interrupted inside that process and the others go
-on. If that does not help (it sits in C code, or the process died), the process is killed and started
-anew: its other episodes are lost and reported as such.
+on. If that does not help (it sits in C code, or the process died), the process is killed and
+started anew: its other episodes are lost and reported as such.
 
-It is `subprocess` and a pipe, and no pool of a library: pools hand out calls to any process and know
-no state, and `multiprocessing` would import the script that the user runs. No torch here: processes
+It is `subprocess` and a pipe, and no pool of a library: pools hand out calls to any process and
+know no state, and `multiprocessing` would import the script that the user runs. No torch here: processes
 that only play environments start in a fraction of a second.
 """
 
@@ -187,7 +187,7 @@ def _checked(call: EnvCall, answer: Any) -> EnvReply:
 
 @contextlib.contextmanager
 def _alarm(seconds: float | None) -> Iterator[None]:
-    """Raise EnvTimeout in the main thread after `seconds`: ends loops, sleeps and waits, not C code."""
+    """Raise EnvTimeout in the main thread after `seconds`: ends loops and waits, not C code."""
     if seconds is None:
         yield
         return

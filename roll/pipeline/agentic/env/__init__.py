@@ -1,22 +1,22 @@
 """Environments: the protocol, the registry, and what the environments that come along share.
 
     observation, info = env.reset(seed)                                   # text, and a dict
-    observation, reward, terminated, truncated, info = env.step(action)   # action: the answer, as text
+    observation, reward, terminated, truncated, info = env.step(action)   # action: text
 
 ROLL and GEM use the same protocol, so their environments work here. Keys of `info` that are read:
 
     env_instruction    at reset: the rules; stands in front of the first observation, or where a
                        template puts it
     suffix             text for the placeholder {suffix} of the template
-    metrics            numbers of this step: `success`, `action_is_valid` ... (bools count as 0 and 1)
-    metrics_agg_mode   how a metric becomes one of the episode: mean (default), sum, max, min, first,
-                       last
+    metrics            numbers of this step: `success`, `action_is_valid` ... (bools are 0 and 1)
+    metrics_agg_mode   how a metric becomes one of the episode: mean (default), sum, max, min,
+                       first, last
     state              what identifies the state for GiGPO; the observation if left out
 
 `make` finds an environment by its id, by its dotted path, or through an adapter:
 
     env = make("sokoban", num_boxes=2)
-    env = make("my_package.games.MyGame", size=4)   # an environment of your own needs no registration
+    env = make("my_package.games.MyGame", size=4)   # one of your own, without registration
     env = make("gymnasium:Taxi-v3")
     env = make("game:GuessTheNumber-v0")            # one of GEM's, by GEM's own id
 
@@ -65,7 +65,7 @@ class Env(Protocol):
         ...
 
     def step(self, action: str) -> Step:
-        """Answer one action, whatever the text is: a malformed one is the environment's to judge."""
+        """Answer one action, whatever the text is; malformed ones, too."""
         ...
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def make(env_id: EntryPoint, /, **config: Any) -> Any:
 
 
 def entry_point_of(env_id: EntryPoint) -> tuple[EntryPoint, tuple[str, ...]]:
-    """What makes the environment, and the arguments in front of its own: for another process to call.
+    """What makes the environment, and the arguments in front of its own.
 
     A class stands for itself; a text is an id, a dotted path, or an adapter's `prefix:ID`.
     """
@@ -131,7 +131,7 @@ class ParsedAction(NamedTuple):
 
 
 def parse_action(text: str, pattern: str, known: Iterable[str]) -> ParsedAction:
-    """The action in `text`: the last group of `pattern`, which may have one for a thought before it.
+    """The action in `text`: the last group of `pattern`; one before it may hold a thought.
 
     `known` are the names of the actions; upper and lower case are the same.
     Example: parse_action("<answer>left</answer>", ANSWER, ["Left", "Right"]).name == "Left".
@@ -170,7 +170,7 @@ def answer_with(pattern: str, action: str) -> str:
 
 
 def step_info(**metrics: float) -> Info:
-    """The `info` of a step: its metrics, of which `success` is the episode's as it is at the end."""
+    """The `info` of a step: its metrics; `success` counts as it is at the end."""
     return {"metrics": metrics, "metrics_agg_mode": {"success": "last"}}
 
 

@@ -1,4 +1,4 @@
-"""FrozenLake as text: cross the ice to the goal, around the holes. Built on gymnasium's environment.
+"""FrozenLake as text: cross the ice to the goal, around the holes. Built on gymnasium's.
 
     P _ _ _      P player, _ ice, O hole, G goal; X the player in a hole, V the player on the goal
     _ O _ O
@@ -31,7 +31,7 @@ _MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 
 @dataclass(kw_only=True, eq=False)
 class FrozenLakeEnv(GridGame):
-    """FrozenLake. ROLL's numbers of symbols: player, ice, hole, goal, player in a hole, on the goal."""
+    """ROLL's numbers of symbols: player, ice, hole, goal, player in a hole, on the goal."""
 
     name = "frozen_lake"
     directions = "left, down, right, up"

@@ -1,6 +1,6 @@
 """Sokoban as text: push every box onto a target.
 
-    # # # # #      # wall, _ floor, O target, X box, V box on a target, P player, S player on a target
+    # # # # #      # wall, _ floor, O target, X box, V box on a target, P player, S player on one
     # _ X O #
     # P _ _ #
     # # # # #
@@ -10,7 +10,7 @@ position is laid out in a random room, and the player then pulls the boxes away 
 pushing them back the same way solves it.
 
 Each step costs 0.1, a box on a target gives 1, a box off a target takes it back, and the last box
-gives another 10. A malformed answer adds `format_penalty` to the cost of a step and changes nothing.
+gives another 10. A malformed answer adds `format_penalty` to the cost of a step and nothing else.
 """
 
 import random

@@ -5,7 +5,7 @@ A manager is a small state machine without threads; `EnvSource` moves many of th
     manager.begin(traj_id, traj_group_id)
     manager.observe(reply of reset)
     while True:
-        text = manager.next_text()                     # -> token ids, made for all managers together
+        text = manager.next_text()                     # -> token ids, for all managers at once
         request = manager.request(prompt_ids)          # None: no room left
         action = manager.answer(output of the policy)  # -> the environment
         stop_reason = manager.observe(reply of step)   # None: go on
