@@ -1,15 +1,18 @@
-"""Returns, advantages and segment means against plain loops. Prints tables; exits with 1 if a promised limit is broken.
+"""Returns, advantages and segment means against plain loops. Prints tables; exits with 1 if a
+promised limit is broken.
 
     python benchmarks/algorithms.py
     python benchmarks/algorithms.py --rows 64 --tokens 4096
     python benchmarks/algorithms.py --roll-checkout /path/to/ROLL     # also against ROLL itself
 
-The loops are the code that one would write first: over T with operations on columns, or over rows and runs. All take
-turns, so that a busy machine slows them alike; a ratio is the median over turns of the ratio within a turn. Freed
-memory stays with the process, as in one that trains: with glibc's defaults it goes back to the system now and then, so
-that the page faults of a result, a third of its time, are measured or not by chance (`--system-malloc` leaves it so).
-The error is max |difference| / max |value| against the loop in float64. Memory is what a fresh process needs on top of
-the inputs at its peak, results included, as a multiple of the inputs. verl is measured if it is installed.
+The loops are the code that one would write first: over T with operations on columns, or over rows
+and runs. All take turns, so that a busy machine slows them alike; a ratio is the median over turns
+of the ratio within a turn. Freed memory stays with the process, as in one that trains: with glibc's
+defaults it goes back to the system now and then, so that the page faults of a result, a third of
+its time, are measured or not by chance (`--system-malloc` leaves it so). The error is max
+|difference| / max |value| against the loop in float64. Memory is what a fresh process needs on top
+of the inputs at its peak, results included, as a multiple of the inputs. verl is measured if it is
+installed.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ MAX_ERROR, MAX_MEMORY, MAX_GROWTH = 1e-5, 8.0, 2.3
 
 @dataclass
 class Problem:
-    """Rewards, values and a boolean mask: a prompt, turns of random length with gaps between them, padding."""
+    """Rewards, values and a boolean mask: a prompt, turns of random length with gaps between them,
+    padding."""
 
     rewards: Tensor
     values: Tensor
@@ -130,7 +134,8 @@ def ours() -> dict[str, Callable[[Problem], Tensor | tuple[Tensor, Tensor]]]:
 
 
 def roll_functions() -> dict[str, Callable[[Problem], object]]:
-    """ROLL's own functions. Its package has our name, so this runs in a process of its own, where ours is not found."""
+    """ROLL's own functions. Its package has our name, so this runs in a process of its own, where
+    ours is not found."""
     from roll.pipeline.agentic.utils import compute_segment_masked_mean
     from roll.utils.functionals import compute_gae_advantage_return, compute_reinforce_return
 
@@ -158,7 +163,8 @@ PEERS = {"roll": roll_functions, "verl": verl_functions}
 
 
 def keep_freed_memory() -> None:
-    """Start this program again with a malloc that gives nothing back to the system (glibc's; others ignore this)."""
+    """Start this program again with a malloc that gives nothing back to the system (glibc's; others
+    ignore this)."""
     settings = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
     if not settings.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
@@ -206,7 +212,8 @@ def resident_bytes(field: str) -> int:
 
 
 def report_memory(name: str, rows: int, tokens: int) -> None:
-    """Run by a fresh process: print the extra memory of one call, at its peak, over the size of its inputs."""
+    """Run by a fresh process: print the extra memory of one call, at its peak, over the size of its
+    inputs."""
     function = ours()[name]
     function(Problem.random(2, 64))  # libraries and thread pools are not part of it
     problem = Problem.random(rows, tokens)

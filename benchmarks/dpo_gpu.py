@@ -1,12 +1,15 @@
-"""DPO here and in TRL on one GPU, side by side: a 1.5B Qwen2-shaped model, pairs of 2,048 tokens, half of them prompt.
+"""DPO here and in TRL on one GPU, side by side: a 1.5B Qwen2-shaped model, pairs of 2,048 tokens,
+half of them prompt.
 
     python benchmarks/dpo_gpu.py [--steps 10] [--only roll] [--eager] [--row-by-row] [--profile]
 
-Three settings: 4 pairs a step, 4 pairs with gradient checkpointing, 16 pairs with it. Both train the same random
-weights in bf16 with a live reference model and fused AdamW; ours with `strategy_config: {compile: true}`, TRL's as it
-comes. Printed are tokens per second, milliseconds per step (median) and peak memory of both, and which share of the
-arithmetic floor we reach: 8 x parameters x tokens (two forward passes and one backward pass) at the rate of the GPU's
-matrix units. `--profile` adds where the time of one of our steps goes. Needs `trl` and `datasets` unless `--only roll`.
+Three settings: 4 pairs a step, 4 pairs with gradient checkpointing, 16 pairs with it. Both train
+the same random weights in bf16 with a live reference model and fused AdamW; ours with
+`strategy_config: {compile: true}`, TRL's as it comes. Printed are tokens per second, milliseconds
+per step (median) and peak memory of both, and which share of the arithmetic floor we reach: 8 x
+parameters x tokens (two forward passes and one backward pass) at the rate of the GPU's matrix
+units. `--profile` adds where the time of one of our steps goes. Needs `trl` and `datasets` unless
+`--only roll`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ GIB = 2**30
 
 
 def make_inputs(folder: Path) -> tuple[Path, list[dict[str, str]]]:
-    """A folder with random weights and a tokenizer of characters, and pairs that fill 2,048 tokens exactly."""
+    """A folder with random weights and a tokenizer of characters, and pairs that fill 2,048 tokens
+    exactly."""
     config = Qwen2Config(
         vocab_size=151936,
         hidden_size=1536,

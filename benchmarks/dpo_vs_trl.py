@@ -1,15 +1,17 @@
-"""DPO here and in TRL, side by side on this machine's CPU: the same numbers, and how many steps a second.
+"""DPO here and in TRL, side by side on this machine's CPU: the same numbers, and how many steps a
+second.
 
     python benchmarks/dpo_vs_trl.py [--steps 100] [--repeats 3] [--pairs 8]
 
-Both start from the same weights and see the same pairs in the same order, with a live reference model, AdamW and a
-linear schedule. Printed are the largest difference of the losses of the first ten steps, the relative difference of the
-first gradient, and the steps per second of both, measured in turns. Ours is measured twice: as it comes, and with
-`strategy_config: {compile: true}`, whose compilation (a quarter of a minute, with a C++ compiler) is not counted; TRL
-runs as it comes. Needs `trl` and `datasets`.
+Both start from the same weights and see the same pairs in the same order, with a live reference
+model, AdamW and a linear schedule. Printed are the largest difference of the losses of the first
+ten steps, the relative difference of the first gradient, and the steps per second of both, measured
+in turns. Ours is measured twice: as it comes, and with `strategy_config: {compile: true}`, whose
+compilation (a quarter of a minute, with a C++ compiler) is not counted; TRL runs as it comes. Needs
+`trl` and `datasets`.
 
-The tokenizer has one token per character: TRL cuts a text after the number of tokens that its prompt has alone, and
-where a token spans that place the two would train on different tokens.
+The tokenizer has one token per character: TRL cuts a text after the number of tokens that its
+prompt has alone, and where a token spans that place the two would train on different tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""New tokens a second: the engine of `hf_infer` against `generate` of transformers, which return the same things.
+"""New tokens a second: the engine of `hf_infer` against `generate` of transformers, which return
+the same things.
 
     python benchmarks/generation.py
     python benchmarks/generation.py --device cuda --dtype bf16 --layers 28 --hidden 1536 --heads 12 --vocab 151936
 
-Both sample at temperature 1 and return token ids with the log-probability of each; the model is random and never ends.
-All ways run in turns, so that a busy machine hurts them alike. Groups: 8 samples of each prompt, as GRPO asks for.
+Both sample at temperature 1 and return token ids with the log-probability of each; the model is
+random and never ends. All ways run in turns, so that a busy machine hurts them alike. Groups: 8
+samples of each prompt, as GRPO asks for.
 """
 
 from __future__ import annotations

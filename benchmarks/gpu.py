@@ -1,12 +1,14 @@
-"""The hot operators on one GPU: time, extra memory, error against float64, and ratios to floors, bounds and peers.
+"""The hot operators on one GPU: time, extra memory, error against float64, and ratios to floors,
+bounds and peers.
 
     PYTHONPATH=. python benchmarks/gpu.py                 # prints the table, writes benchmarks/results/h200.json
     PYTHONPATH=. python benchmarks/gpu.py --readme        # writes the table of that file into benchmarks/README.md
     PYTHONPATH=. python benchmarks/gpu.py --quick         # smaller shapes, nothing is written
 
-Floors are what no version can beat: the matrix products themselves, or the bytes at the bandwidth of a large copy.
-Peers take part if they are installed: TRL, cut-cross-entropy, Liger, verl. "plain torch" is the way of ROLL: linear,
-float32 log_softmax, gather. "torch version" is roll's own operator without kernels.
+Floors are what no version can beat: the matrix products themselves, or the bytes at the bandwidth
+of a large copy. Peers take part if they are installed: TRL, cut-cross-entropy, Liger, verl. "plain
+torch" is the way of ROLL: linear, float32 log_softmax, gather. "torch version" is roll's own
+operator without kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ KEEP_ALL = 1 << 40
 
 @dataclass
 class Head:
-    """Hidden states, a head and labels, as a model of 7B parameters has them; gradients that arrive at the results."""
+    """Hidden states, a head and labels, as a model of 7B parameters has them; gradients that arrive
+    at the results."""
 
     hidden: Tensor
     weight: Tensor
@@ -94,11 +97,13 @@ class Head:
         return [grad for grad in grads if grad is not None]
 
 
-# -- log-probs from hidden states --------------------------------------------------------------------------------------
+# -- log-probs from hidden states
+# --------------------------------------------------------------------------------------
 
 
 def exact_linear(head: Head) -> tuple[list[Tensor], list[Tensor]]:
-    """([log-probs, entropy], [gradient of hidden, of weight] for the gradient of the log-probs), all in float64."""
+    """([log-probs, entropy], [gradient of hidden, of weight] for the gradient of the log-probs),
+    all in float64."""
     hidden, weight = head.hidden.detach().double(), head.weight.detach().double()
     results: list[list[Tensor]] = [[], []]
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
@@ -278,8 +283,8 @@ def linear_rows(head: Head, rounds: int) -> list[Row]:
 
 
 def parts_row(head: Head, rounds: int) -> Row:
-    """One pass over many tokens, a quarter of them at a time, as `train_step` does it: a quarter is a row of a batch;
-    the loss is the sum of its log-probs times their gradients."""
+    """One pass over many tokens, a quarter of them at a time, as `train_step` does it: a quarter is
+    a row of a batch; the loss is the sum of its log-probs times their gradients."""
     num_parts, length = 4, head.hidden.shape[0] // 4
     ids = torch.cat([head.labels[:1], head.labels[:-1]]).view(num_parts, length)
     mask = torch.ones_like(ids)
@@ -333,7 +338,8 @@ def parts_row(head: Head, rounds: int) -> Row:
 
 
 def plain_gradients(head: Head, logits: Tensor) -> list[Tensor]:
-    """By bfloat16 products of whole matrices, float32 in between, with the logits in the memory of `logits`."""
+    """By bfloat16 products of whole matrices, float32 in between, with the logits in the memory of
+    `logits`."""
     with torch.no_grad():
         torch.mm(head.hidden, head.weight.t(), out=logits)
         for start in range(0, logits.shape[0], 1024):
@@ -345,7 +351,8 @@ def plain_gradients(head: Head, logits: Tensor) -> list[Tensor]:
         return [logits @ head.weight, logits.t() @ head.hidden]
 
 
-# -- log-probs from logits that exist ----------------------------------------------------------------------------------
+# -- log-probs from logits that exist
+# ----------------------------------------------------------------------------------
 
 
 def logits_rows(head: Head, rounds: int, bandwidth: float) -> list[Row]:
@@ -461,7 +468,8 @@ def logits_errors(head: Head, leaf: Tensor, rows: int = 512) -> list[tuple[float
     ]
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole
+# ---------------------------------------------------------------------------------------------------------
 
 
 def log_prob_rows(quick: bool, bandwidth: float) -> list[Row]:

@@ -1,10 +1,11 @@
 """How the GPU benchmarks measure, and the rows of their table.
 
-A group of ways to do the same thing runs in turns, so that a card that heats up hurts them alike; a ratio is the median
-over turns of the ratio within a turn. Times are between CUDA events on the current stream, after warm-up, with the
-host ahead of the device as it is in training: launching is not measured unless the operator itself waits for the
-device. With `flush_l2` each one starts with a cache that holds none of its inputs. Extra memory is the allocator's peak
-on top of what was there before the call, results and gradients included unless they are subtracted.
+A group of ways to do the same thing runs in turns, so that a card that heats up hurts them alike; a
+ratio is the median over turns of the ratio within a turn. Times are between CUDA events on the
+current stream, after warm-up, with the host ahead of the device as it is in training: launching is
+not measured unless the operator itself waits for the device. With `flush_l2` each one starts with a
+cache that holds none of its inputs. Extra memory is the allocator's peak on top of what was there
+before the call, results and gradients included unless they are subtracted.
 
     turns = measure({"ours": ours, "one GEMM": gemm}, rounds=10)
     Row("linear_log_probs, forward", "8,192 x 3,584 x 151,936 bf16", turns["ours"].ms, ...)
@@ -34,7 +35,8 @@ PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross
 
 @dataclass(frozen=True)
 class Turns:
-    """The milliseconds of one way in every turn, and its peak of memory on top of what was there before."""
+    """The milliseconds of one way in every turn, and its peak of memory on top of what was there
+    before."""
 
     milliseconds: list[float]
     extra_bytes: int
@@ -110,8 +112,8 @@ def measure(
     flush_l2: bool = False,
     repeat: int = 1,
 ) -> dict[str, Turns]:
-    """Times and extra memory of every way, in turns. `repeat` calls between two events, for what takes microseconds;
-    their time is divided by it."""
+    """Times and extra memory of every way, in turns. `repeat` calls between two events, for what
+    takes microseconds; their time is divided by it."""
     extra: dict[str, int] = {}
     for name, way in ways.items():
         for _ in range(warm_up):
@@ -121,7 +123,8 @@ def measure(
     milliseconds: dict[str, list[float]] = {name: [] for name in ways}
     order = random.Random(0)
     for _ in range(rounds):
-        # Another order in every turn: a way that follows an easy one finds a cooler card and a higher clock.
+        # Another order in every turn: a way that follows an easy one finds a cooler card and a
+        # higher clock.
         for name in order.sample(list(ways), len(ways)):
             way = ways[name]
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

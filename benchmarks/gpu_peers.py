@@ -1,4 +1,5 @@
-"""What the GPU benchmarks compare roll with: its own torch version, plain torch, and other libraries if installed."""
+"""What the GPU benchmarks compare roll with: its own torch version, plain torch, and other
+libraries if installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Rows of the GPU table for what follows the model: advantages and means over turns.
 
-`benchmarks/gpu.py` prints them with its own. The loops are the ones that one finds in training code: over tokens with
-operations on columns, over rows and turns. "torch version" is roll's own without the kernels, on the same GPU.
+`benchmarks/gpu.py` prints them with its own. The loops are the ones that one finds in training
+code: over tokens with operations on columns, over rows and turns. "torch version" is roll's own
+without the kernels, on the same GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def in_torch(way: Way) -> Way:
 
 
 def turns_mask(rows: int, tokens: int, turns: int, device: torch.device) -> Tensor:
-    """A prompt, then turns of random length with gaps between them; padding after a random length."""
+    """A prompt, then turns of random length with gaps between them; padding after a random
+    length."""
     generator = torch.Generator().manual_seed(rows)
     cuts = torch.rand(rows, 2 * turns, generator=generator).cumsum(1)
     lengths = tokens * (0.5 + 0.5 * torch.rand(rows, 1, generator=generator))

@@ -1,16 +1,18 @@
-"""GRPO steps per second, side by side with TRL's GRPOTrainer: same model, prompts, samples, reward and optimizer.
+"""GRPO steps per second, side by side with TRL's GRPOTrainer: same model, prompts, samples, reward
+and optimizer.
 
     python benchmarks/grpo_vs_trl.py [--steps 20] [--rounds 3] [--model FOLDER] [--threads N]
     python benchmarks/grpo_vs_trl.py --gpu --steps 3 --rounds 1
 
-Every step answers 4 prompts with 8 samples of at most 32 tokens at temperature 1 (32 completions), scores them with one
-reward, and takes one optimizer step on them. Without --model a Qwen2 of 138,000 random parameters with a byte-level BPE
-tokenizer of 512 tokens is made on the spot; `--characters` takes the one of `roll.models.tiny` instead, with one token
-for each character and so three times longer prompts. With `--gpu` it is one of the shape of Qwen2.5-0.5B in bfloat16 on
-the first GPU, and a step answers 32 prompts with 8 samples of 256 tokens, trained 32 at a time; both sides generate
-without vLLM.
-The two take turns, `--rounds` times, each in a process of its own, and the fastest round of each counts: other work on
-the machine only ever makes a round slower. Needs `pip install -e '.[bench]'`.
+Every step answers 4 prompts with 8 samples of at most 32 tokens at temperature 1 (32 completions),
+scores them with one reward, and takes one optimizer step on them. Without --model a Qwen2 of
+138,000 random parameters with a byte-level BPE tokenizer of 512 tokens is made on the spot;
+`--characters` takes the one of `roll.models.tiny` instead, with one token for each character and so
+three times longer prompts. With `--gpu` it is one of the shape of Qwen2.5-0.5B in bfloat16 on the
+first GPU, and a step answers 32 prompts with 8 samples of 256 tokens, trained 32 at a time; both
+sides generate without vLLM. The two take turns, `--rounds` times, each in a process of its own, and
+the fastest round of each counts: other work on the machine only ever makes a round slower. Needs
+`pip install -e '.[bench]'`.
 """
 
 from __future__ import annotations

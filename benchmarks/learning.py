@@ -1,21 +1,23 @@
-"""Do the examples learn, on other seeds and with other arithmetic too? Each is run from nothing, as its own lines say.
+"""Do the examples learn, on other seeds and with other arithmetic too? Each is run from nothing, as
+its own lines say.
 
     python benchmarks/learning.py all --seeds 0 1 2 3 4 5 6 7 8 9 --arithmetic rotate --jobs 2 --results FILE.json
     python benchmarks/learning.py frozen_lake_gigpo sort_grpo [--seeds 0 1 2] [--arithmetic avx2] [--set KEY=VALUE ...]
     python benchmarks/learning.py reverse_grpo --shuffle        # the control: rewards dealt to the wrong samples
     python benchmarks/learning.py --readme                      # the table of results/learning.json into README.md
 
-A line is one run: success of greedy answers on held-out prompts or seeds before and after training, its curve, success
-of sampled answers in the first and in the last five training steps, and the processor's seconds from random weights to
-the end, warm start included. RECIPES says what a run has to reach at its end to count as learned; the learning tests
-ask for the same.
+A line is one run: success of greedy answers on held-out prompts or seeds before and after training,
+its curve, success of sampled answers in the first and in the last five training steps, and the
+processor's seconds from random weights to the end, warm start included. RECIPES says what a run has
+to reach at its end to count as learned; the learning tests ask for the same.
 
-Another processor adds in another order, and after some steps draws other samples. `--arithmetic` makes this one do so:
-one of the ARITHMETIC settings, or `rotate`, which gives seed k the k-th of them in turn.
+Another processor adds in another order, and after some steps draws other samples. `--arithmetic`
+makes this one do so: one of the ARITHMETIC settings, or `rotate`, which gives seed k the k-th of
+them in turn.
 
-Every run is a process of its own with one thread, if its setting says nothing else; one that fails costs its own line
-only. The runs stay in --output, so that `roll view` can show them; --results gets each run as it ends, in place of an
-earlier one of the same name, seed and setting.
+Every run is a process of its own with one thread, if its setting says nothing else; one that fails
+costs its own line only. The runs stay in --output, so that `roll view` can show them; --results
+gets each run as it ends, in place of an earlier one of the same name, seed and setting.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ ARITHMETIC = {
     "aten-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "mkl-compatible": {"MKL_CBWR": "COMPATIBLE"},
     "one-thread": {"OMP_NUM_THREADS": "1"},
-    # Threads that wait must sleep: spinning ones take the processor from those they wait for on a busy machine.
+    # Threads that wait must sleep: spinning ones take the processor from those they wait for on a
+    # busy machine.
     "two-threads": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
 }
 
@@ -155,7 +158,8 @@ def run_game(name: str, seed: int, folder: Path, more: list[str]) -> dict[str, l
 
 
 def run_pairs(name: str, seed: int, folder: Path, more: list[str]) -> dict[str, list[float]]:
-    """Greedy and sampled are the share of pairs, held out and trained on, of which the better answer is preferred."""
+    """Greedy and sampled are the share of pairs, held out and trained on, of which the better
+    answer is preferred."""
     make_data = [
         sys.executable,
         str(EXAMPLES / "dpo" / "make_data.py"),
@@ -261,7 +265,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def keep(path: Path, run: dict[str, Any]) -> None:
-    """Put a run into the results file, one line for each run, in place of an earlier one like it."""
+    """Put a run into the results file, one line for each run, in place of an earlier one like
+    it."""
     runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     runs = sorted(
         [*(old for old in runs if not same(old, run)), run], key=lambda r: (r["name"], r["seed"])

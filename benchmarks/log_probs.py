@@ -1,12 +1,14 @@
-"""Log-probs of given tokens: roll's operators against linear + log_softmax + gather, in time and in peak memory.
+"""Log-probs of given tokens: roll's operators against linear + log_softmax + gather, in time and in
+peak memory.
 
     python benchmarks/log_probs.py
     python benchmarks/log_probs.py --device cuda --tokens 8192 --hidden 3584 --vocab 151936 --dtype bf16
 
-All ways run in turns, so that a busy machine hurts them alike; a ratio is the median over turns of the ratio within
-a turn, and the best times come closest to a machine that does nothing else. Extra memory is the peak on top of inputs
-and weights, gradients included: resident memory of a fresh process for each way on a CPU, the allocator's own count on
-CUDA. Needs torch and this repository, nothing else.
+All ways run in turns, so that a busy machine hurts them alike; a ratio is the median over turns of
+the ratio within a turn, and the best times come closest to a machine that does nothing else. Extra
+memory is the peak on top of inputs and weights, gradients included: resident memory of a fresh
+process for each way on a CPU, the allocator's own count on CUDA. Needs torch and this repository,
+nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 @dataclass
 class Problem:
-    """Hidden states, a head, labels, incoming gradients and a mask that keeps every second position on average."""
+    """Hidden states, a head, labels, incoming gradients and a mask that keeps every second position
+    on average."""
 
     hidden: Tensor
     weight: Tensor
@@ -92,7 +95,8 @@ def fused(
 
 
 def products(problem: Problem, number: int) -> None:
-    """One matrix product for the logits, two more for the gradients of hidden states and weight: the floor."""
+    """One matrix product for the logits, two more for the gradients of hidden states and weight:
+    the floor."""
     logits = problem.hidden @ problem.weight.t()
     if number == 3:
         torch.mm(logits, problem.weight)
@@ -214,7 +218,8 @@ def extra_bytes_in_new_process(name: str, arguments: argparse.Namespace) -> int:
 
 
 def worst_error(problem: Problem, rows: int = 64) -> dict[str, float]:
-    """Largest difference of the log-probs of the first rows from a float64 computation on the same inputs."""
+    """Largest difference of the log-probs of the first rows from a float64 computation on the same
+    inputs."""
     with torch.no_grad():
         exact = torch.log_softmax(problem.hidden[:rows].double() @ problem.weight.double().t(), -1)
         exact = exact.gather(-1, problem.labels[:rows].unsqueeze(-1)).squeeze(-1)

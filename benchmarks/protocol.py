@@ -1,9 +1,10 @@
-"""What it costs to cut, join and send a batch. Prints one table; exits with 1 if a promised limit is not kept.
+"""What it costs to cut, join and send a batch. Prints one table; exits with 1 if a promised limit
+is not kept.
 
     python benchmarks/protocol.py
 
-The batch is 512 rows of 8,192 tokens in five int64 columns (160 MiB). A time is the best of several runs that take
-turns with their baseline, so that a busy machine slows down both.
+The batch is 512 rows of 8,192 tokens in five int64 columns (160 MiB). A time is the best of several
+runs that take turns with their baseline, so that a busy machine slows down both.
 """
 
 import importlib.util
@@ -30,7 +31,8 @@ ROWS, TOKENS, COLUMNS = 512, 8192, 5
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `limit` bounds `value`, which is a ratio to the baseline unless `unit` says otherwise."""
+    """One line of the table. `limit` bounds `value`, which is a ratio to the baseline unless `unit`
+    says otherwise."""
 
     name: str
     value: float
@@ -84,7 +86,8 @@ def chunk_and_concat() -> list[Row]:
 
 
 def pickle_round_trip() -> list[Row]:
-    """As Ray does it: buffers out of band, copied once into shared memory, read back from read-only memory.
+    """As Ray does it: buffers out of band, copied once into shared memory, read back from read-only
+    memory.
 
     Reading `batch` is part of it: that copies the columns out of the read-only memory.
     """
@@ -154,7 +157,8 @@ def local_registered_call() -> list[Row]:
 
 
 def ray_round_trip() -> list[Row]:
-    """A registered call over two workers, against the least that Ray itself takes for the same arrays."""
+    """A registered call over two workers, against the least that Ray itself takes for the same
+    arrays."""
     if importlib.util.find_spec("ray") is None:
         print(
             f"ray is not installed: the Ray round trip is left out ({install_hint('ray')})",

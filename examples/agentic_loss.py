@@ -2,7 +2,8 @@
 
     python examples/agentic_loss.py
 
-Two trajectories of two turns each: the mask is 1 on tokens that the policy wrote, 0 on what the environment said.
+Two trajectories of two turns each: the mask is 1 on tokens that the policy wrote, 0 on what the
+environment said.
 """
 
 import torch
@@ -27,7 +28,8 @@ def main() -> None:
     input_ids = torch.randint(VOCABULARY, response_mask.shape)
     logits = torch.randn(*response_mask.shape, VOCABULARY, requires_grad=True)
 
-    # One column fewer than tokens: column t speaks of token t+1. The old policy is a little different from this one.
+    # One column fewer than tokens: column t speaks of token t+1. The old policy is a little
+    # different from this one.
     log_probs, _ = next_token_log_probs(logits.detach(), input_ids, response_mask)
     old_log_probs = log_probs + 0.2 * torch.randn_like(log_probs)
     data = DataProto.from_dict(
@@ -48,7 +50,8 @@ def main() -> None:
         use_kl_loss=True,
         kl_loss_coef=0.01,
         entropy_loss_coef=0.001,
-        force_disable_old_logprobs_recompute=True,  # compare with the inference engine here, not on the driver
+        # compare with the inference engine here, not on the driver
+        force_disable_old_logprobs_recompute=True,
     )
     loss, metrics = actor_worker.loss_func(data=data, output_tensor=logits)
     (gradient,) = torch.autograd.grad(loss, logits)

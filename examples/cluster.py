@@ -1,4 +1,5 @@
-"""A worker with two methods, in this process or on Ray: the output is the same for any backend and number of workers.
+"""A worker with two methods, in this process or on Ray: the output is the same for any backend and
+number of workers.
 
 python examples/cluster.py
 python examples/cluster.py --backend ray --workers 4
@@ -25,13 +26,15 @@ class ScoreWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_weight(self, weight: float) -> float:
-        """Every worker gets the same argument; the caller gets a list with one answer per worker."""
+        """Every worker gets the same argument; the caller gets a list with one answer per
+        worker."""
         self.weight = weight
         return self.weight
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)
     def score(self, data: DataProto) -> DataProto:
-        """Each worker gets some of the rows; the caller gets all results, in the order of the rows it sent."""
+        """Each worker gets some of the rows; the caller gets all results, in the order of the rows
+        it sent."""
         scores_B = self.weight * data.batch["features"].sum(dim=1)
         return DataProto.from_dict(
             {"scores": scores_B}, non_tensors={"name": data.non_tensor_batch["name"]}

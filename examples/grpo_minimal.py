@@ -1,13 +1,16 @@
-"""GRPO in one file: a tiny model learns to reverse digit strings, on a laptop's CPU, in about a minute.
+"""GRPO in one file: a tiny model learns to reverse digit strings, on a laptop's CPU, in about a
+minute.
 
     python examples/grpo_minimal.py [--seed 0] [--steps 25] [--shuffle-rewards]
 
-Nothing is downloaded: the model starts from random weights. A short supervised warm start teaches it the format and
-a third of the answers; GRPO then improves it with nothing but a right/wrong signal. `--shuffle-rewards` is the control
-experiment: the same training with the rewards dealt to the wrong samples must not learn.
+Nothing is downloaded: the model starts from random weights. A short supervised warm start teaches
+it the format and a third of the answers; GRPO then improves it with nothing but a right/wrong
+signal. `--shuffle-rewards` is the control experiment: the same training with the rewards dealt to
+the wrong samples must not learn.
 
-Names carry their axes: P prompts, G samples per prompt, B = P*G rows, S tokens of a row, T = S-1 predictions.
-Everything that is mathematics comes from `roll.algorithms`; everything else is here, top to bottom.
+Names carry their axes: P prompts, G samples per prompt, B = P*G rows, S tokens of a row, T = S-1
+predictions. Everything that is mathematics comes from `roll.algorithms`; everything else is here,
+top to bottom.
 """
 
 import argparse
@@ -79,7 +82,8 @@ def answer_log_probs(model: Qwen2ForCausalLM, ids_BS: Tensor) -> Tensor:
 def sample(
     model: Qwen2ForCausalLM, prompts_P: Tensor, group: int, greedy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`group` answers to each prompt: token ids (P*group, S), and log-probs of the sampled tokens (P*group, ANSWER).
+    """`group` answers to each prompt: token ids (P*group, S), and log-probs of the sampled tokens
+    (P*group, ANSWER).
 
     The prompt is computed once and its cache repeated for the samples of its group.
     """
@@ -152,7 +156,8 @@ def grpo_step(
     prompts_P: Tensor,
     shuffle_rewards: bool,
 ) -> dict[str, float]:
-    """Sample, score, normalise within each group, then one pass of clipped policy gradient over the samples."""
+    """Sample, score, normalise within each group, then one pass of clipped policy gradient over the
+    samples."""
     ids_BS, sampled_BA = sample(model, prompts_P, GROUP)
     rewards_B = score(ids_BS)
     if shuffle_rewards:
@@ -162,7 +167,8 @@ def grpo_step(
     mask_BT = response_mask(ids_BS)[:, 1:]
     old_BT = torch.zeros(mask_BT.shape)
     old_BT[:, PROMPT - 1 :] = sampled_BA
-    # The count of the whole batch: the mini-batches then add up to one well-defined loss, whatever their sizes.
+    # The count of the whole batch: the mini-batches then add up to one well-defined loss, whatever
+    # their sizes.
     num_tokens = mask_BT.sum() / MINI_BATCHES
 
     metrics = {

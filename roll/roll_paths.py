@@ -43,10 +43,10 @@ MOVED: dict[str, str] = {
     "roll.pipeline.agentic.agentic_actor_worker": "roll.pipeline.base_worker",
     "roll.pipeline.agentic.env.base": "roll.pipeline.agentic.env",
     "roll.pipeline.agentic.env.registry": "roll.pipeline.agentic.env",
-    "roll.pipeline.agentic.env_manager.base_env_manager": "roll.pipeline.agentic.env_manager",
-    "roll.pipeline.agentic.env_manager.step_concat_env_manager": "roll.pipeline.agentic.env_manager",
-    "roll.pipeline.agentic.env_manager.step_env_manager": "roll.pipeline.agentic.env_manager",
-    "roll.pipeline.agentic.env_manager.traj_env_manager": "roll.pipeline.agentic.env_manager",
+    **{
+        f"roll.pipeline.agentic.env_manager.{name}_env_manager": "roll.pipeline.agentic.env_manager"
+        for name in ("base", "step_concat", "step", "traj")
+    },
     "roll.pipeline.agentic.llm_proxy.base_llm_proxy": "roll.pipeline.agentic.llm_proxy",
     "roll.pipeline.agentic.llm_proxy.openai_proxy": "roll.pipeline.agentic.llm_proxy",
     "roll.pipeline.agentic.llm_proxy.policy_proxy": "roll.pipeline.agentic.llm_proxy",
@@ -60,7 +60,8 @@ MOVED: dict[str, str] = {
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Answers `import OLD` with the module at the new path, which is loaded once under both names."""
+    """Answers `import OLD` with the module at the new path, which is loaded once under both
+    names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

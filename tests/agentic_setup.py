@@ -19,7 +19,8 @@ STEP = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
 
 
 class EchoProxy(BaseLLMProxy):
-    """Answers `a` (or what `answers` says of the request), instantly. Remembers what it was asked."""
+    """Answers `a` (or what `answers` says of the request), instantly. Remembers what it was
+    asked."""
 
     needs_messages = True
 
@@ -44,7 +45,8 @@ class EchoProxy(BaseLLMProxy):
 
 
 def env_config(envs: dict[str, Any], **options: Any) -> AgenticConfig:
-    """A config whose tags are the keys of `envs`; a value is a class name of `bad_envs`, or a whole template."""
+    """A config whose tags are the keys of `envs`; a value is a class name of `bad_envs`, or a whole
+    template."""
     templates = {
         tag: {"env_type": f"bad_envs:{value}", "max_steps": 5} if isinstance(value, str) else value
         for tag, value in envs.items()

@@ -1,4 +1,5 @@
-"""Environments that misbehave, and one that does not. No torch: they run in processes of their own."""
+"""Environments that misbehave, and one that does not. No torch: they run in processes of their
+own."""
 
 import os
 import time
@@ -7,7 +8,8 @@ from roll.pipeline.agentic.env import Env
 
 
 class GoodEnv(Env):
-    """Three turns; an answer with an `a` in it is worth 1, and success is to have given one in the last turn."""
+    """Three turns; an answer with an `a` in it is worth 1, and success is to have given one in the
+    last turn."""
 
     def __init__(self, turns: int = 3, **_: object) -> None:
         self.turns = turns

@@ -1,4 +1,5 @@
-"""Worker classes that the cluster tests share, in a module of their own so that Ray processes can import them."""
+"""Worker classes that the cluster tests share, in a module of their own so that Ray processes can
+import them."""
 
 import asyncio
 import ctypes
@@ -28,7 +29,8 @@ class UnpicklableError(Exception):
 
 
 class TwoArgumentError(Exception):
-    """Pickles, and fails only when it is unpickled: its constructor wants two arguments, its `args` holds one."""
+    """Pickles, and fails only when it is unpickled: its constructor wants two arguments, its `args`
+    holds one."""
 
     def __init__(self, row: int, column: str) -> None:
         super().__init__(f"row {row}, column {column}")
@@ -187,7 +189,8 @@ class AsyncWorker(Worker):
 
 
 class SlowToInitialize(EchoWorker):
-    """An async class: without care, a question about its ranks would overtake the initialize that settles them."""
+    """An async class: without care, a question about its ranks would overtake the initialize that
+    settles them."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def initialize(self, pipeline_config: object) -> None:

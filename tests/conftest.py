@@ -10,7 +10,8 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-# Where numbers of models and samples are compared: `make test-portable` runs these under several arithmetics.
+# Where numbers of models and samples are compared: `make test-portable` runs these under several
+# arithmetics.
 PORTABLE = (
     "algorithms",
     "distributed/strategy",
@@ -45,8 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """A test that limits the threads of torch, as `roll demo` does on a busy machine, limits no other test: sums over
-    another number of threads differ in their last bits."""
+    """A test that limits the threads of torch, as `roll demo` does on a busy machine, limits no
+    other test: sums over another number of threads differ in their last bits."""
     torch = sys.modules.get("torch")  # most test files import it, and those that do not stay fast
     before = None if torch is None else torch.get_num_threads()
     yield
@@ -56,7 +57,8 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def lone_process_group() -> Iterator[None]:
-    """For tests that make this process a torch.distributed group of one: afterwards there is none, as before."""
+    """For tests that make this process a torch.distributed group of one: afterwards there is none,
+    as before."""
     yield
     import torch.distributed
 
@@ -66,7 +68,8 @@ def lone_process_group() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For numbers that are compared to the last bit: sums over several threads may be added in another order."""
+    """For numbers that are compared to the last bit: sums over several threads may be added in
+    another order."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,5 @@
-"""What `decode_attention` must compute, for its tests on a CPU, in Triton's interpreter and on a GPU."""
+"""What `decode_attention` must compute, for its tests on a CPU, in Triton's interpreter and on a
+GPU."""
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ def decode_inputs(
     device: str,
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Query, keys, values, first columns and the end, with NaN in all columns that nobody may look at."""
+    """Query, keys, values, first columns and the end, with NaN in all columns that nobody may look
+    at."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""The losses once more, as plain loops over Python floats: slow, obvious, and sharing no code with the package.
+"""The losses once more, as plain loops over Python floats: slow, obvious, and sharing no code with
+the package.
 
 Tensors come in as nested lists. Masked entries are never looked at.
 """
@@ -124,7 +125,8 @@ def policy_loss(
     tau: float = 0.1,
     kl_kind: str = "k3",
 ) -> dict[str, Any]:
-    """All parts and statistics. `frozen_log_probs`, if given, is used wherever a gradient is stopped."""
+    """All parts and statistics. `frozen_log_probs`, if given, is used wherever a gradient is
+    stopped."""
     kept = cells(mask, keep)
     n_tok = num_tokens if num_tokens is not None else max(len(cells(mask)), 1)
     n_seq = num_sequences if num_sequences is not None else max(len({i for i, _ in cells(mask)}), 1)

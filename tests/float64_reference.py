@@ -1,4 +1,5 @@
-"""Rewards, KL, returns and advantages once more, as plain loops over Python floats, sharing no code with the package.
+"""Rewards, KL, returns and advantages once more, as plain loops over Python floats, sharing no code
+with the package.
 
 Tensors come in as nested lists. Masked entries are never looked at.
 """
@@ -66,7 +67,8 @@ def approx_kl(log_probs: Rows, base: Rows, mask: Mask, kind: str) -> Rows:
 def token_rewards(
     rewards: list[float], mask: Mask, kl: Rows, beta: float, clip: float | None
 ) -> tuple[Rows, float, float]:
-    """Token-level rewards, the mean over non-empty rows of their mean KL, and the share of clipped tokens."""
+    """Token-level rewards, the mean over non-empty rows of their mean KL, and the share of clipped
+    tokens."""
     out = zeros(mask)
     row_kls, clipped = [], 0
     for i, row in enumerate(mask):

@@ -77,7 +77,8 @@ def exact(
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """By the norm: sums are float32, and only what is stored in a low precision is rounded to it."""
+    """By the norm: sums are float32, and only what is stored in a low precision is rounded to
+    it."""
     assert not found.isnan().any(), (
         f"{what}: {int(found.isnan().sum())} entries were not written, or are NaN"
     )

@@ -1,4 +1,5 @@
-"""Processes in which tests start one training worker after another: starting a process is what costs.
+"""Processes in which tests start one training worker after another: starting a process is what
+costs.
 
 The worker under test lives inside a `Lab`, with the lab's rank, and is called through it.
 """
@@ -52,7 +53,8 @@ class Lab(Worker):
         self.inner.strategy.update_weights(weights)
 
     def state(self) -> dict[str, Any]:
-        """Of a DeepSpeed worker: everything that a resumed run must have in common with one that never stopped."""
+        """Of a DeepSpeed worker: everything that a resumed run must have in common with one that
+        never stopped."""
         strategy = self.inner.strategy
         zero = strategy.optimizer
         zero.flat_states()

@@ -16,7 +16,8 @@ def reference(
     mask: Tensor | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor | None, Tensor]:
-    """(log_probs, entropy) of logits (..., V): log_softmax of the selected rows, zeros elsewhere. Differentiable."""
+    """(log_probs, entropy) of logits (..., V): log_softmax of the selected rows, zeros elsewhere.
+    Differentiable."""
     chosen = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask != 0
     rows = torch.log_softmax(logits[chosen] / temperature, -1)
     zeros = torch.zeros(chosen.shape, dtype=rows.dtype)
@@ -43,7 +44,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 class TensorWatch(TorchDispatchMode):
-    """Remembers every operation inside the context, backward included, and the sizes of the tensors that come out."""
+    """Remembers every operation inside the context, backward included, and the sizes of the tensors
+    that come out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Batches for the tests of losses: ragged rows with gaps, garbage under the mask, and ways to cut and to pad them."""
+"""Batches for the tests of losses: ragged rows with gaps, garbage under the mask, and ways to cut
+and to pad them."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -1e9)
 
 
 def random_mask(seed: int, rows: int = 4, width: int = 9, empty_row: bool = False) -> Tensor:
-    """(rows, width), int64. Rows begin and end anywhere, with gaps; none is empty but, if asked for, the last."""
+    """(rows, width), int64. Rows begin and end anywhere, with gaps; none is empty but, if asked
+    for, the last."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(rows, width, dtype=torch.long)
     for row in mask:
@@ -128,7 +130,8 @@ def with_counts(data: DataProto, *mask_keys: str) -> DataProto:
 
 
 def narrowed(data: DataProto, rows: list[int], columns: slice) -> DataProto:
-    """Some rows, with the columns of (B, S) tensors cut to `columns` and those of (B, S-1) tensors to match."""
+    """Some rows, with the columns of (B, S) tensors cut to `columns` and those of (B, S-1) tensors
+    to match."""
     full = data["input_ids"].shape[1]
     piece = data.select_idxs(rows)
     for key, value in piece.batch.items():

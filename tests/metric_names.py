@@ -13,7 +13,8 @@ ANYTHING = "{}"
 
 
 def documented_metrics() -> list[str]:
-    """The names of docs/metrics.md, `{a,b}` written out; `{x}`, which stands for anything, becomes `{}`."""
+    """The names of docs/metrics.md, `{a,b}` written out; `{x}`, which stands for anything, becomes
+    `{}`."""
     names = re.findall(
         r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), flags=re.MULTILINE
     )
@@ -33,7 +34,8 @@ def _pattern(name: str) -> str:
 
 
 def emitted_metrics() -> dict[str, str]:
-    """Texts of the package that look like the name of a metric, with `{}` for what is filled in, and where they are."""
+    """Texts of the package that look like the name of a metric, with `{}` for what is filled in,
+    and where they are."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "roll").rglob("*.py")):
         if "viewer" in path.parts:  # it reads metrics

@@ -1,4 +1,5 @@
-"""Batches and configs for the tests of the batch-level steps, and a check that nothing in them was changed."""
+"""Batches and configs for the tests of the batch-level steps, and a check that nothing in them was
+changed."""
 
 import copy
 import math

@@ -1,4 +1,5 @@
-"""A whole RLVR run small enough for tests: digit strings to reverse, a tiny model, a reward that is a file."""
+"""A whole RLVR run small enough for tests: digit strings to reverse, a tiny model, a reward that is
+a file."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def make_config(folder: Path, **overrides: Any) -> RLVRConfig:
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of a run without anything that depends on the clock, and without lines that say nothing else."""
+    """The lines of a run without anything that depends on the clock, and without lines that say
+    nothing else."""
     lines = read_metrics(run_dir / "metrics.jsonl")
     kept = [
         {key: value for key, value in line.items() if not key.startswith(CLOCKED)} for line in lines

@@ -1,5 +1,6 @@
-"""Checks of the kernels over rows of tokens that both Triton's interpreter and a GPU must pass: fresh random inputs
-against float64, garbage under the mask, results in memory that held NaN, strides."""
+"""Checks of the kernels over rows of tokens that both Triton's interpreter and a GPU must pass:
+fresh random inputs against float64, garbage under the mask, results in memory that held NaN,
+strides."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 def random_rows(
     rows: int, width: int, seed: int, device: str, share: float = 0.7
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, y, mask): two tensors of normal numbers and a mask of random tokens, whole runs of them or none in a row."""
+    """(x, y, mask): two tensors of normal numbers and a mask of random tokens, whole runs of them
+    or none in a row."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, rows, width, generator=generator)
     turns = (torch.rand(rows, width, generator=generator) < 0.2).cumsum(1) % 2 == 0
@@ -109,7 +111,8 @@ def check_segment_means(
     layout: str = "contiguous",
     with_keep: bool = True,
 ) -> None:
-    """Both directions against the plain version in float64; all tokens of a run get the same bits."""
+    """Both directions against the plain version in float64; all tokens of a run get the same
+    bits."""
     x, gradient, mask = random_rows(*shape, seed, device, share=0.95)
     keep = mask & (random_rows(*shape, seed + 1, device)[0] > -0.5) if with_keep else None
     exact = x.cpu().double().requires_grad_()

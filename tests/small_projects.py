@@ -1,4 +1,5 @@
-"""A folder with a tiny model, data, and a valid config for each pipeline: what `roll new` makes, without its length."""
+"""A folder with a tiny model, data, and a valid config for each pipeline: what `roll new` makes,
+without its length."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make_project(folder: Path) -> Path:
-    """Write sft.yaml, dpo.yaml, rlvr.yaml and agentic.yaml, and all that they name, into `folder`."""
+    """Write sft.yaml, dpo.yaml, rlvr.yaml and agentic.yaml, and all that they name, into
+    `folder`."""
     make_model_folder(folder / "model")
     files = {
         "answers.jsonl": [{"prompt": f"{n}?", "answer": f"{n}!"} for n in range(8)],

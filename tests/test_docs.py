@@ -54,7 +54,8 @@ def test_every_link_leads_to_a_file_or_heading_of_the_repository(page):
 
 
 def python_blocks(page: Path) -> list[str]:
-    """The fenced blocks marked exactly `python`; `python no-run` marks those that need what a test has not."""
+    """The fenced blocks marked exactly `python`; `python no-run` marks those that need what a test
+    has not."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 

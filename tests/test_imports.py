@@ -1,4 +1,5 @@
-"""Who may import whom (read from the source, function-level imports included), and what an import brings in."""
+"""Who may import whom (read from the source, function-level imports included), and what an import
+brings in."""
 
 import ast
 import subprocess

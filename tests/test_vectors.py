@@ -1,8 +1,9 @@
 """Runs every vector of tests/vectors/*.json, or of the folder that the variable ROLL_VECTORS names.
 
-A file holds `{"function": name, "vectors": [...]}` or `{"functions": {name: [...]}}`. A vector has `inputs`, `config`,
-`expected` (named outputs, or `raises`) and `tol`, an absolute and relative tolerance. An adapter calls the package with
-a vector's inputs and config and returns the outputs by name; everything that is expected must be among them.
+A file holds `{"function": name, "vectors": [...]}` or `{"functions": {name: [...]}}`. A vector has
+`inputs`, `config`, `expected` (named outputs, or `raises`) and `tol`, an absolute and relative
+tolerance. An adapter calls the package with a vector's inputs and config and returns the outputs by
+name; everything that is expected must be among them.
 """
 
 import builtins
@@ -50,7 +51,8 @@ def tensor(values: Any) -> Tensor:
 
 
 def batch_of(inputs: Json) -> DataProto:
-    """Numbers become tensors, masks integer ones; strings become object columns; null columns are left out."""
+    """Numbers become tensors, masks integer ones; strings become object columns; null columns are
+    left out."""
     columns: dict[str, Any] = {}
     for key, values in inputs.items():
         if values is None:

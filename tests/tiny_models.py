@@ -1,8 +1,9 @@
-"""Small real models and a small real tokenizer, made on the spot from a seed: what tests use instead of downloads.
+"""Small real models and a small real tokenizer, made on the spot from a seed: what tests use
+instead of downloads.
 
-The models have 2 layers, hidden size 64 and 2 heads of 32, which is the smallest head size that vLLM accepts. The
-tokenizer has one token per printable ASCII character, in the byte-level form that GPT-2 and Qwen use, and a ChatML
-chat template, so text goes in and comes out unchanged.
+The models have 2 layers, hidden size 64 and 2 heads of 32, which is the smallest head size that
+vLLM accepts. The tokenizer has one token per printable ASCII character, in the byte-level form that
+GPT-2 and Qwen use, and a ChatML chat template, so text goes in and comes out unchanged.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ VOCAB_SIZE = 100
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A character tokenizer of 99 tokens: 3 special ones (pad is 0, end of turn is 2), newline, printable ASCII."""
+    """A character tokenizer of 99 tokens: 3 special ones (pad is 0, end of turn is 2), newline,
+    printable ASCII."""
     return character_tokenizer()
 
 
 def tiny_config(
     family: Family = "qwen2", *, tied: bool = True, **overrides: Any
 ) -> PreTrainedConfig:
-    """A 2-layer config of the family. `initializer_range` is large enough that log-probs are far from uniform."""
+    """A 2-layer config of the family. `initializer_range` is large enough that log-probs are far
+    from uniform."""
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -80,7 +83,8 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A causal language model with weights drawn from `seed`; the caller's random state is left as it was."""
+    """A causal language model with weights drawn from `seed`; the caller's random state is left as
+    it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(
@@ -113,7 +117,8 @@ def make_model_folder(
 def tiny_batch(
     lengths: list[int], *, pad_to: int | None = None, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Left-padded rows of random tokens: `input_ids`, `attention_mask` and `position_ids`, each (len(lengths), S)."""
+    """Left-padded rows of random tokens: `input_ids`, `attention_mask` and `position_ids`, each
+    (len(lengths), S)."""
     width = pad_to or max(lengths)
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, VOCAB_SIZE - 1, (len(lengths), width), generator=generator)

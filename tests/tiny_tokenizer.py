@@ -1,7 +1,7 @@
 """A small real BPE tokenizer whose merges cross the places where prompts and answers meet.
 
-Bytes are the alphabet, and no regular expression cuts the text first: between special tokens, any neighbours that the
-list below names are joined. `tiny_models.tiny_tokenizer` has no merges at all.
+Bytes are the alphabet, and no regular expression cuts the text first: between special tokens, any
+neighbours that the list below names are joined. `tiny_models.tiny_tokenizer` has no merges at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CHATML = (
 def bpe_tokenizer(
     *, chat_template: str | None = CHATML, adds_bos: bool = False
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer, with this chat template; with `adds_bos` it puts a BOS token before plain text, as Llama does."""
+    """The tokenizer, with this chat template; with `adds_bos` it puts a BOS token before plain
+    text, as Llama does."""
     specials = [PAD, BOS, EOS, START, END]
     tokens = [
         *specials,

@@ -1,4 +1,5 @@
-"""Batches, configurations and workers for the tests of training: tiny models, every loss, any way of cutting a step."""
+"""Batches, configurations and workers for the tests of training: tiny models, every loss, any way
+of cutting a step."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ WIDTH = 14
 
 
 def make_batch(pipeline: str, *, rows: int = ROWS, width: int = WIDTH, seed: int = 0) -> DataProto:
-    """Right-padded rows of different lengths, two and two alike at first, with the columns of the pipeline's loss."""
+    """Right-padded rows of different lengths, two and two alike at first, with the columns of the
+    pipeline's loss."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, width + 1, (rows,), generator=generator)
     lengths[0] = width
@@ -66,7 +68,8 @@ def make_batch(pipeline: str, *, rows: int = ROWS, width: int = WIDTH, seed: int
 
 
 def pad_batch(batch: DataProto, *, left: int, right: int, seed: int = 1) -> DataProto:
-    """The same rows with more columns on both sides: random ids, garbage in every token-level column, masks 0."""
+    """The same rows with more columns on both sides: random ids, garbage in every token-level
+    column, masks 0."""
     generator = torch.Generator().manual_seed(seed)
     width = batch.batch["attention_mask"].shape[1]
     padded = {}

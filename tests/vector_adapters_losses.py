@@ -1,7 +1,7 @@
 """How the vectors of the losses are put to the package: {function: (inputs, config) -> outputs}.
 
-Inputs are nested lists, or tensors. The policy loss and the correction run through the workers' real code; the model's
-log-probabilities come from a strategy that knows them already.
+Inputs are nested lists, or tensors. The policy loss and the correction run through the workers'
+real code; the model's log-probabilities come from a strategy that knows them already.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""Measures the house: prints how large `roll/` and `tests/` are beside the bounds that we set for them.
+"""Measures the house: prints how large `roll/` and `tests/` are beside the bounds that we set for
+them.
 
     python tools/house.py            # the table
     python tools/house.py --once     # the short functions that are referenced once, to look at
@@ -56,7 +57,8 @@ class House:
         )
 
     def referenced_once(self) -> list[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
-        """Short functions whose name is read in one place of the package (imports are not counted as reading)."""
+        """Short functions whose name is read in one place of the package (imports are not counted
+        as reading)."""
         reads: Counter[str] = Counter()
         for tree in self.trees.values():
             for node in ast.walk(tree):
@@ -71,7 +73,8 @@ class House:
         ]
 
     def reached(self, module: str) -> int:
-        """Lines of the modules that importing `module` can lead to, imports inside functions included."""
+        """Lines of the modules that importing `module` can lead to, imports inside functions
+        included."""
         paths = {
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
             for path in self.trees

@@ -1,4 +1,5 @@
-"""What becomes of ROLL's example files and import paths here: the tables of docs/migrating-from-roll.md.
+"""What becomes of ROLL's example files and import paths here: the tables of
+docs/migrating-from-roll.md.
 
     python tools/roll_examples.py ROLL                    every file of ROLL/examples: verdict and the one reason
     python tools/roll_examples.py ROLL --markdown         the same as a table for the documentation
@@ -35,7 +36,8 @@ from roll.utils.import_utils import import_class
 
 TRAINS, LOADS, REFUSED = "trains", "loads", "refused"
 SHARED_PARTS = "config"  # the folder of examples/ whose files others include
-# What decides, if a file has several problems: what cannot be exchanged for something else comes first.
+# What decides, if a file has several problems: what cannot be exchanged for something else comes
+# first.
 _LASTING = ("sft_train", ": not supported: ", "not built yet")
 _DECISIVE = ("no such file", "the file is empty", *_LASTING, "strategy")
 
@@ -60,7 +62,8 @@ def example_files(root: Path) -> list[Path]:
 
 
 def judge(path: Path, *, without_megatron: bool = False) -> Verdict:
-    """The verdict on one file, as it is or with its Megatron strategies replaced by those of FSDP2 without options."""
+    """The verdict on one file, as it is or with its Megatron strategies replaced by those of FSDP2
+    without options."""
     try:
         composition = compose(path)
         if without_megatron:
@@ -94,7 +97,8 @@ def _without_megatron(value: Any) -> Any:
 
 
 def _class_problems(config: Any) -> Iterator[str]:
-    """What is wrong with the classes that a config names and with what they are given. No environment is made."""
+    """What is wrong with the classes that a config names and with what they are given. No
+    environment is made."""
 
     def ask(key: str, question: Any, *args: Any) -> Any:
         try:
@@ -154,11 +158,13 @@ def shortened(line: str) -> str:
     return line if len(line) <= 150 else line[:147] + "..."
 
 
-# -- import paths ------------------------------------------------------------------------------------------------------
+# -- import paths
+# ------------------------------------------------------------------------------------------------------
 
 
 def imports_of(root: Path) -> dict[tuple[str, str], list[str]]:
-    """(module, name) of every import from `roll` in ROLL's examples and tests, with the files that have it."""
+    """(module, name) of every import from `roll` in ROLL's examples and tests, with the files that
+    have it."""
     wanted: dict[tuple[str, str], list[str]] = {}
     for folder in ("examples", "tests"):
         for path in sorted((root / folder).rglob("*.py")):
@@ -204,7 +210,8 @@ def resolves(module: str, name: str) -> bool:
     return True
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables
+# ------------------------------------------------------------------------------------------------------------
 
 
 def print_files(root: Path, *, markdown: bool) -> None:

@@ -1,11 +1,13 @@
-"""Are the runs of two versions of this project equal to the last bit? For changes that must not change a number.
+"""Are the runs of two versions of this project equal to the last bit? For changes that must not
+change a number.
 
     python tools/same_runs.py record BEFORE.json [--steps 3] [NAME ...]        # in the old tree
     python tools/same_runs.py compare BEFORE.json [--steps 3] [NAME ...]       # in the new tree, on the same machine
 
-Every example that a CPU can run is trained with a fixed seed, one thread and a tiny model. Compared are all metrics of
-every step but for times and memory, and the checksums of the weights of the last checkpoint. Data and models are made
-once, in --inputs; --steps shortens the runs (0: as long as the examples say). The exit code is 1 if something differs.
+Every example that a CPU can run is trained with a fixed seed, one thread and a tiny model. Compared
+are all metrics of every step but for times and memory, and the checksums of the weights of the last
+checkpoint. Data and models are made once, in --inputs; --steps shortens the runs (0: as long as the
+examples say). The exit code is 1 if something differs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python examples/agentic/warm_start.py examples/agentic/frozen_lake_gigpo.yaml [KEY=VALUE ...] [--steps 25]
 
-Writes the model that the config names as `pretrain`: random weights and a tokenizer of single characters. Then it plays
-the config's environments with random valid actions and takes a few supervised steps on them, so that the model answers
-with some valid action. Which one is for reinforcement to find out. The seed is the config's.
+Writes the model that the config names as `pretrain`: random weights and a tokenizer of single
+characters. Then it plays the config's environments with random valid actions and takes a few
+supervised steps on them, so that the model answers with some valid action. Which one is for
+reinforcement to find out. The seed is the config's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from roll.pipeline.agentic.env_source import EnvSource
 from roll.pipeline.registry import load_config
 from roll.rollout.collate import collate
 
-# A message is <|im_start|>text, an answer >text<|im_end|>: short, because every character is a token.
+# A message is <|im_start|>text, an answer >text<|im_end|>: short, because every character is a
+# token.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}>{{ message['content'] }}<|im_end|>"
     "{% else %}<|im_start|>{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -35,7 +37,8 @@ TOKENS_PER_STEP = 8192
 
 
 def make_model(folder: Path, seed: int, max_length: int) -> None:
-    """Random weights with a wide spread: with the usual 0.02 so small a model sits on a plateau for long."""
+    """Random weights with a wide spread: with the usual 0.02 so small a model sits on a plateau for
+    long."""
     make_tiny_model(folder, ASCII, seed=seed, initializer_range=0.15, max_length=max_length)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -43,7 +46,8 @@ def make_model(folder: Path, seed: int, max_length: int) -> None:
 
 
 def random_play(config: AgenticConfig, rounds: int) -> Iterator[DataProto]:
-    """Rows of episodes in which every answer is a valid action drawn at random, new ones in each round."""
+    """Rows of episodes in which every answer is a valid action drawn at random, new ones in each
+    round."""
     tokenizer = AutoTokenizer.from_pretrained(config.pretrain)
     manager = config.train_env_manager
     with Cluster(

@@ -1,4 +1,5 @@
-"""Makes a small set of preference pairs: questions about three digits, with the right digit chosen over a wrong one.
+"""Makes a small set of preference pairs: questions about three digits, with the right digit chosen
+over a wrong one.
 
     python examples/dpo/make_data.py output/dpo-data
 
@@ -6,11 +7,12 @@ writes `train.jsonl` and `validation.jsonl` into that folder, one pair a line:
 
     {"instruction": "Which is the largest: 3, 7 or 2?", "chosen": "7", "rejected": "3"}
 
-With `--model`, a tiny model with random weights and a tokenizer of characters is written to `model/` in that folder:
-all that `examples/dpo/dpo_tiny.yaml` needs, made from nothing.
+With `--model`, a tiny model with random weights and a tokenizer of characters is written to
+`model/` in that folder: all that `examples/dpo/dpo_tiny.yaml` needs, made from nothing.
 
-The wrong digit is one of the three as well, and half of the questions ask for the smallest: a model that prefers one
-digit to another without reading the question is right half of the time. No question is in both files.
+The wrong digit is one of the three as well, and half of the questions ask for the smallest: a model
+that prefers one digit to another without reading the question is right half of the time. No
+question is in both files.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ CHOICES = {"largest": max, "smallest": min}
 
 
 def make_pairs(seed: int) -> list[dict[str, str]]:
-    """All 1,440 questions in an order drawn from `seed`, each with one right and one wrong answer."""
+    """All 1,440 questions in an order drawn from `seed`, each with one right and one wrong
+    answer."""
     draw = random.Random(seed)
     pairs = []
     for (word, choose), digits in itertools.product(

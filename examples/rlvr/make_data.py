@@ -1,4 +1,5 @@
-"""Everything that the examples of this folder need, made from nothing: small tasks on digit strings and a tiny model.
+"""Everything that the examples of this folder need, made from nothing: small tasks on digit strings
+and a tiny model.
 
     python examples/rlvr/make_data.py [--seed 0] [--output output/digits]
 
@@ -11,8 +12,8 @@ Each task becomes OUTPUT/TASK_train.jsonl and OUTPUT/TASK_test.jsonl, one row a 
 
     {"prompt": "12345<", "ground_truth": "54321", "tag": "reverse"}
 
-OUTPUT/model is a Qwen2 of 134,000 random parameters with a tokenizer for these characters. Everything depends on the
-seed alone.
+OUTPUT/model is a Qwen2 of 134,000 random parameters with a tokenizer for these characters.
+Everything depends on the seed alone.
 """
 
 import argparse

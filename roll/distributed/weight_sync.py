@@ -263,7 +263,8 @@ def _remembered_weights(device: torch.device) -> Tensor:
 
 
 class WeightChannel:
-    """A process group of the sender (rank 0) and all receivers, apart from the roles' own groups."""
+    """A process group of the sender (rank 0) and all receivers, apart from the roles' own
+    groups."""
 
     def __init__(
         self,

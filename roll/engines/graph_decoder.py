@@ -3,10 +3,10 @@
 A step of a model of some hundred million parameters is a thousand kernels of microseconds, and
 launching them one by one takes many times as long as running them. So a step is recorded once and
 launched as a whole for every token. What changes from step to step lies on the device: the newest
-tokens, their positions, and the column of the cache that they go to; attention reads as many columns
-as there are (`roll.ops.decode_attention`). A graph is good for one batch and its buffers; when rows
-leave or the room is used up, another is recorded. The caches of transformers copy all they hold for
-every token, or have one size for ever.
+tokens, their positions, and the column of the cache that they go to; attention reads as many
+columns as there are (`roll.ops.decode_attention`). A graph is good for one batch and its buffers;
+when rows leave or the room is used up, another is recorded. The caches of transformers copy all
+they hold for every token, or have one size for ever.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class GraphDecoder:
     def step(self, token_R: Tensor, position: Tensor | int, mask_RC: Tensor | None) -> Tensor:
         """Logits (R, V) after `token_R`, which stands at `position`, (R,) or one for all rows.
 
-        They are overwritten by the next step. Columns before the first token of a row are known from
-        its position, so the mask is not read.
+        They are overwritten by the next step. Columns before the first token of a row are known
+        from its position, so the mask is not read.
         """
         layers: list[Any] = self.cache.layers
         if self.num_tokens == layers[0].capacity:
@@ -235,7 +235,8 @@ class _RecordedStep:
 
 @contextmanager
 def _decoding(model: nn.Module, cache: DynamicCache, column: Tensor) -> Iterator[None]:
-    """Inside, the model attends through `decode_attention`, and its cache takes tokens at `column`."""
+    """Inside, the model attends through `decode_attention`, and its cache takes tokens at
+    `column`."""
     config = base_model(model).config
     attention, layers = config._attn_implementation, cache.layers
     config._attn_implementation = ATTENTION

@@ -1,10 +1,10 @@
 """Generation with a `transformers` model on one device: our own sampling loop over its KV cache.
 
-Prompts are sorted by length and left padded; the prompt of a request is computed once for all of its
-samples; rows that have ended leave the batch. A small model on a CPU takes its steps without its
-modules (`SmallDecoder`), a dense one on a GPU as a recorded graph (`GraphDecoder`). The loop works in
-rounds of a few tokens: within a round nothing is copied to the host, and what a row drew after its
-end is dropped. Sampling is a pure function of a row's logits, key and position
+Prompts are sorted by length and left padded; the prompt of a request is computed once for all of
+its samples; rows that have ended leave the batch. A small model on a CPU takes its steps without
+its modules (`SmallDecoder`), a dense one on a GPU as a recorded graph (`GraphDecoder`). The loop
+works in rounds of a few tokens: within a round nothing is copied to the host, and what a row drew
+after its end is dropped. Sampling is a pure function of a row's logits, key and position
 (`roll.engines.sampling`), so none of this can be seen in the samples. `generate` of transformers is
 several times slower and its samples depend on the batch.
 """

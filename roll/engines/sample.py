@@ -1,4 +1,5 @@
-"""What engines have in common: a sample while it is generated, what ends it, and the calls that ask for samples."""
+"""What engines have in common: a sample while it is generated, what ends it, and the calls that ask
+for samples."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ class Sample:
         )
 
     def _stops_at_text(self) -> bool:
-        """Whether the last token completes a stop string; the response is then cut as the request wants it."""
+        """Whether the last token completes a stop string; the response is then cut as the request
+        wants it."""
         assert self.decode is not None
         sampling = self.request.sampling
         response = [*self.request.prefix_ids, *self.token_ids]
@@ -123,7 +125,8 @@ class Sample:
 
 
 class SampleEngine(ABC):
-    """What engines share: requests become samples, calls take turns, aborts get through, outputs come in order."""
+    """What engines share: requests become samples, calls take turns, aborts get through, outputs
+    come in order."""
 
     def __init__(self, *, eos_token_ids: Collection[int], decode: Decode | None) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -143,7 +146,8 @@ class SampleEngine(ABC):
 
     @abstractmethod
     def run(self, samples: list[Sample], finish: Callable[[Sample], None]) -> None:
-        """Generate until all samples have ended, and call `finish` with each that has. `aborts` is looked at often."""
+        """Generate until all samples have ended, and call `finish` with each that has. `aborts` is
+        looked at often."""
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_output: OnOutput | None = None
@@ -174,7 +178,8 @@ class SampleEngine(ABC):
         self.aborts.abort(request_ids)
 
     def _samples(self, requests: Sequence[GenerationRequest]) -> list[Sample]:
-        """The samples of all requests, in order. Those of requests that cannot be answered have failed already."""
+        """The samples of all requests, in order. Those of requests that cannot be answered have
+        failed already."""
         if len({request.request_id for request in requests}) < len(requests):
             raise ValueError("two requests of one call have the same request_id")
         max_tokens, vocab_size = self.max_tokens, self.vocab_size
@@ -203,7 +208,10 @@ def _problem(
         wrong = min(ids) if min(ids) < 0 else max(ids)
         return f"unknown token: id {wrong}, the vocabulary has {vocab_size}"
     if max_tokens is not None and len(ids) >= max_tokens:
-        return f"prompt too long: {len(ids)} tokens leave no room for an answer, the model takes {max_tokens}"
+        return (
+            f"prompt too long: {len(ids)} tokens leave no room for an answer, the model takes "
+            f"{max_tokens}"
+        )
     if len(request.prefix_ids) >= request.sampling.max_new_tokens:
         return f"nothing to generate: {len(request.prefix_ids)} prefix tokens reach max_new_tokens"
     if request.sampling.stop_strings and decode is None:

@@ -3,9 +3,10 @@
 A small model spends most of a decoding step between operations: modules, hooks, masks and argument
 checks around matrix products of microseconds. Here a step is a handful of tensor operations per
 layer. The weights of a call are prepared once: norms are folded into the products that follow them;
-query, key and value are one product, as are gate and up; the entries of a head are ordered in pairs,
-so that the rotary embedding is one product of complex numbers. The prompts, and every model that is
-not of this kind, go through the model itself. Without it GRPO on a CPU is not twice as fast as TRL.
+query, key and value are one product, as are gate and up; the entries of a head are ordered in
+pairs, so that the rotary embedding is one product of complex numbers. The prompts, and every model
+that is not of this kind, go through the model itself. Without it GRPO on a CPU is not twice as fast
+as TRL.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ class SmallDecoder:
 
 
 class _Product:
-    """Linear maps of one input side by side, as one product, with the norm before them folded in."""
+    """Linear maps of one input side by side, as one product, with the norm before them folded
+    in."""
 
     def __init__(
         self, weights: list[Tensor], biases: list[Tensor | None], norm: Tensor | None = None

@@ -1,11 +1,12 @@
-"""Checkpoints, all of it: where they lie, which are complete and kept, how they are written and read.
+"""Checkpoints, all of it: where they lie, which are complete and kept, how they are written and
+read.
 
     OUTPUT_DIR/checkpoints/checkpoint-STEP/
       ROLE/                    opens with plain `from_pretrained`: weights, config, tokenizer
         training/optimizer/    torch.distributed.checkpoint; loads with any number of ranks
         training/state.json    schedule, counters, and what made this checkpoint
         training/rng-R.pt      random states of rank R
-      pipeline/                the pipeline's own state, written last: it makes a checkpoint complete
+      pipeline/                the pipeline's state, written last: it makes a checkpoint complete
 
 Each folder appears whole or not at all. `roll check` looks for checkpoints and must not load torch,
 so the functions that work with tensors import it themselves.
@@ -465,7 +466,8 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary sibling to write into, which takes the place of `folder` when the block ends well.
+    """A temporary sibling to write into, which takes the place of `folder` when the block ends
+    well.
 
     At any moment `folder` is absent, the previous one, or the new one with every byte on disk. A
     process that dies leaves at most a hidden `.NAME.tmp-*`, or, between the two renames, the

@@ -2,9 +2,9 @@
 
 A `transformers` model ends with `logits = self.lm_head(hidden)` and, in some families, a few
 operations on `logits`. `use_linear_logits` replaces what calling the head does: it returns a
-`HeadOutput`, a `LinearLogits` that also takes part in those operations. Multiplying or dividing by a
-number, a tanh soft cap, a change of dtype and dropping padded vocabulary entries are recorded in its
-fields (Cohere, Granite, Falcon-H1, Gemma 2 and later, Inkling); anything else builds the logits
+`HeadOutput`, a `LinearLogits` that also takes part in those operations. Multiplying or dividing by
+a number, a tanh soft cap, a change of dtype and dropping padded vocabulary entries are recorded in
+its fields (Cohere, Granite, Falcon-H1, Gemma 2 and later, Inkling); anything else builds the logits
 tensor, warns once and continues with the right numbers. transformers has no switch for this.
 
 The head stays the same module with the same parameters: checkpoints, weight tying, optimizers and
@@ -35,10 +35,11 @@ _WRITE_INTO_LOGITS = frozenset({"chameleon", "xlstm"})
 def use_linear_logits(model: nn.Module) -> bool:
     """Makes `model(...).logits` a `LinearLogits`, in place. False: it keeps plain logits.
 
-    `model` is a causal language model of `transformers`, or a `PeftModel` around one. A head that is
-    not a plain linear layer keeps returning logits, with a warning: a LoRA adapter on the head itself
-    (training the whole head through `additional_target: lm_head` works), or a quantised head. So does
-    a model whose forward writes into its logits. Calling this twice is the same as calling it once.
+    `model` is a causal language model of `transformers`, or a `PeftModel` around one. A head that
+    is not a plain linear layer keeps returning logits, with a warning: a LoRA adapter on the head
+    itself (training the whole head through `additional_target: lm_head` works), or a quantised
+    head. So does a model whose forward writes into its logits. Calling this twice is the same as
+    calling it once.
     """
     base = base_model(model)
     head: Any = base.get_output_embeddings()

@@ -58,8 +58,8 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, *, is_trainable: bool
     rank, alpha, dropout and targets; with `is_trainable` its training continues.
 
     `lora_target` is a comma-separated list of module names or name endings, `all-linear` (every
-    linear layer except the output head), or a regular expression over whole module names, recognised
-    by one of `* $ | (`.
+    linear layer except the output head), or a regular expression over whole module names,
+    recognised by one of `* $ | (`.
     """
     source = args.adapter_name_or_path
     if source is None and (args.lora_target is None or not is_trainable):
@@ -217,7 +217,7 @@ def merged_state_dict(
             problem = f"it does not belong to the active adapter {adapter!r}"
         if problem:
             raise ConfigError(
-                f"cannot merge the adapter on {name}: {problem}. Save the adapter by itself instead."
+                f"cannot merge the adapter on {name}: {problem}. Save the adapter by itself."
             )
         is_embedding = isinstance(base_layer, nn.Embedding)
         prefix = f"{_PEFT_PREFIX}{name}.lora_" + ("embedding_" if is_embedding else "")

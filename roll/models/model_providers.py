@@ -1,11 +1,13 @@
-"""Tokenizers and models from a local folder or a Hugging Face name: actor, reference, value, reward.
+"""Tokenizers and models from a local folder or a Hugging Face name: actor, reference, value,
+reward.
 
 Every provider returns the model on the CPU: where it goes, and whether it is sharded, is the
 strategy's decision. Loading or initialising a model leaves the caller's random state as it was.
 
 Differences from ROLL: code that lies in a model repository runs only with `trust_remote_code`; a
 value model has no dropout; weights that the folder lacks are an error instead of random numbers
-(except a new value head); `freeze_module_prefix: model.layers.1` freezes layer 1, not also 10 to 19.
+(except a new value head); `freeze_module_prefix: model.layers.1` freezes layer 1, not also 10 to
+19.
 """
 
 from __future__ import annotations

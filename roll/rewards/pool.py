@@ -538,7 +538,8 @@ def _import(path: str) -> ModuleType:
 
 
 def _user_line(error: BaseException, spec: str) -> str:
-    """`my_file.py:12`: the line of the user's own file where an error comes from, or the innermost."""
+    """`my_file.py:12`: the line of the user's own file where an error comes from, or the
+    innermost."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

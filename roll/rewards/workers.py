@@ -67,7 +67,8 @@ class PoolRewardWorker(Worker):
 
     @classmethod
     def reward_of(cls, score: Score) -> float | None:
-        """What is trained on, before the penalty for length; a subclass may tell it from a score."""
+        """What is trained on, before the penalty for length; a subclass may tell it from a
+        score."""
         return score.value
 
     @classmethod
@@ -77,7 +78,8 @@ class PoolRewardWorker(Worker):
 
     @classmethod
     def check(cls, reward_config: Any) -> None:
-        """Raise a ConfigError or MissingDependencyError if the role cannot score; needs no model."""
+        """Raise a ConfigError or MissingDependencyError if the role cannot score; needs no
+        model."""
         if cls.reward_types is not None and reward_config.reward_type not in cls.reward_types:
             found = json.dumps(reward_config.reward_type)
             expected = "one of " + ", ".join(name for name in cls.reward_types if name)

@@ -1,4 +1,5 @@
-"""KL estimators and the coefficient of the penalty: hand-computed values, saturation, masks, gradients."""
+"""KL estimators and the coefficient of the penalty: hand-computed values, saturation, masks,
+gradients."""
 
 import json
 import math
@@ -61,7 +62,8 @@ def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
 
 @pytest.mark.parametrize("kind", TOKEN_KINDS)
 def test_gradients_as_a_loss(kind):
-    """The mean over the policy's own samples, exactly: all tokens of a vocabulary, each as often as it is sampled."""
+    """The mean over the policy's own samples, exactly: all tokens of a vocabulary, each as often as
+    it is sampled."""
     logits = torch.randn(
         7, generator=torch.Generator().manual_seed(3), dtype=torch.float64
     ).requires_grad_()

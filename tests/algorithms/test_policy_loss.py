@@ -306,7 +306,8 @@ def test_a_shared_ratio_spreads_its_gradient_evenly_and_gspo_token_keeps_each_to
 
 
 def test_gspo_token_clips_whole_rows() -> None:
-    """By the ratio of the row and the sign of each token's advantage, however little it has moved."""
+    """By the ratio of the row and the sign of each token's advantage, however little it has
+    moved."""
     columns = columns_of([-1.0, -1.0], [-2.0, -1.0], [-1.0, 1.0])
     options = {"ratio_type": "sequence_token", "agg_mode": "token-mean"}
     _, gradient = run(torch.ones(1, 2), columns, PPOClip(), **options)

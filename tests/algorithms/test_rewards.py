@@ -1,4 +1,5 @@
-"""Response-level rewards: normalisation in every combination of scopes, running moments, clipping, placing, masks."""
+"""Response-level rewards: normalisation in every combination of scopes, running moments, clipping,
+placing, masks."""
 
 import itertools
 import json

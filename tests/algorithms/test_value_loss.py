@@ -43,8 +43,9 @@ def test_by_hand() -> None:
 
 
 def test_clipping_by_hand() -> None:
-    # Predictions moved from 0 to 1 and to -1; the return is 2. With clip 0.5 the first is taken as 0.5, the second
-    # as -0.5: the larger error counts, (0.5 - 2)^2 = 2.25 over 1 and (-1 - 2)^2 = 9 over 6.25.
+    # Predictions moved from 0 to 1 and to -1; the return is 2. With clip 0.5 the first is taken as
+    # 0.5, the second as -0.5: the larger error counts, (0.5 - 2)^2 = 2.25 over 1 and (-1 - 2)^2 = 9
+    # over 6.25.
     tensors = {"values_BT": torch.tensor([[1.0, -1.0]]), "returns_BT": torch.full((1, 2), 2.0)}
     result, gradient = run(
         torch.ones(1, 2), {**tensors, "old_values_BT": torch.zeros(1, 2)}, clip=0.5

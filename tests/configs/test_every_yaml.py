@@ -1,4 +1,5 @@
-"""Every YAML file of the repository loads: configs as configs, shared files (in folders named config) as bases."""
+"""Every YAML file of the repository loads: configs as configs, shared files (in folders named
+config) as bases."""
 
 import json
 import os
@@ -58,7 +59,8 @@ BROUGHT = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """A folder in which the scripts of the examples have made what they make, and readers have put their own data."""
+    """A folder in which the scripts of the examples have made what they make, and readers have put
+    their own data."""
     folder = tmp_path_factory.mktemp("clone")
     for script, *arguments in (
         ["rlvr/make_data.py"],

@@ -38,7 +38,8 @@ from roll.rewards.workers import (
 )
 
 ROOT = Path(__file__).parents[2]
-# Functions of the configs that read fields to copy, list or check them, and folders that only show a config.
+# Functions of the configs that read fields to copy, list or check them, and folders that only show
+# a config.
 NO_USE = {
     "plain_values", "with_max_steps", "all_roles", "allowed_strategies", "missing_for_training", "idle_keys",
     "batch_plans",
@@ -51,14 +52,16 @@ ONLY_SHOW = (
 
 
 def key_of(cls: type[ConfigModel], name: str) -> str:
-    """`rlvr.RewardConfig.reward_fn`. A pipeline's config has all its fields, other classes those they declare."""
+    """`rlvr.RewardConfig.reward_fn`. A pipeline's config has all its fields, other classes those
+    they declare."""
     if cls not in CONFIG_CLASSES.values():
         cls = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
     return f"{cls.__module__.split('.')[-2]}.{cls.__name__}.{name}"
 
 
 def all_fields() -> set[str]:
-    """Every field of all config classes, except those that the table of keys without effect names."""
+    """Every field of all config classes, except those that the table of keys without effect
+    names."""
     found: set[str] = set()
 
     def collect(kind: Any) -> None:
@@ -81,7 +84,8 @@ def all_fields() -> set[str]:
 
 @contextlib.contextmanager
 def recorded(reads: set[str]) -> Iterator[None]:
-    """Meanwhile, `reads` gets every field that is read of any config, unless that happens while one is made."""
+    """Meanwhile, `reads` gets every field that is read of any config, unless that happens while one
+    is made."""
     depth = 0
     meta: Any = type(ConfigModel)
     make, plain = meta.__call__, BaseModel.__getattribute__
@@ -118,7 +122,8 @@ def run(config: Any, reads: set[str]) -> None:
     reads |= {key_of(type(config), name) for name in started}
 
 
-# -- the runs ----------------------------------------------------------------------------------------------------------
+# -- the runs
+# ----------------------------------------------------------------------------------------------------------
 
 
 def role(strategy: str, **more: Any) -> dict[str, Any]:
@@ -262,7 +267,8 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[str]]:
         torch.distributed.destroy_process_group()
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------
+# -- the tests
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_field_is_read_by_a_run_or_has_a_test(reads):

@@ -667,7 +667,8 @@ def test_unsupported_parts_come_first_and_hide_nothing(tmp_path):
         == vision
     )
     assert error_of(write(tmp_path, "\npretrain: Qwen/Qwen2.5-VL-7B")) == vision
-    # A key that both would name is named once; another pipeline's file is not judged as one of ours.
+    # A key that both would name is named once; another pipeline's file is not judged as one of
+    # ours.
     assert error_of(write(tmp_path, "rewards: {}\nvision_dp: true")).count("vision_dp") == 1
     assert (
         error_of(write(tmp_path, "student: {}\nbta: 1"))

@@ -215,7 +215,8 @@ def test_a_reference_is_there_when_kl_needs_it():
 
 
 def test_roles_that_name_no_model_take_pretrain_and_the_others_keep_theirs():
-    # ROLL gives all of actor_train, actor_infer and reference the path of pretrain as soon as one of them has none.
+    # ROLL gives all of actor_train, actor_infer and reference the path of pretrain as soon as one
+    # of them has none.
     config = ppo(pretrain="base", reference={"model_args": {"model_name_or_path": "other"}})
     paths = {
         name: getattr(config, name).model_args.model_name_or_path

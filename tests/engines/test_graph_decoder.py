@@ -1,4 +1,5 @@
-"""What is recorded, one step at a time and unrecorded on a CPU; `tests/gpu/test_graph_decoder_on_cuda.py` records."""
+"""What is recorded, one step at a time and unrecorded on a CPU;
+`tests/gpu/test_graph_decoder_on_cuda.py` records."""
 
 import pytest
 import torch

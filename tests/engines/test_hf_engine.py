@@ -83,7 +83,8 @@ def check_same(one, other):
 
 
 def teacher_forced(model, request, output):
-    """Log-probabilities of the output's tokens from one forward over the whole row, token by token transformed."""
+    """Log-probabilities of the output's tokens from one forward over the whole row, token by token
+    transformed."""
     given = [*request.prompt_ids, *request.prefix_ids]
     ids = torch.tensor([[*given, *output.token_ids]])
     with torch.no_grad():

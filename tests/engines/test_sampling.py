@@ -1,4 +1,5 @@
-"""Each transform against numbers worked out by hand and against the logits processors of transformers."""
+"""Each transform against numbers worked out by hand and against the logits processors of
+transformers."""
 
 import math
 

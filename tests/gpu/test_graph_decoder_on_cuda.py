@@ -1,4 +1,5 @@
-"""Decoding as a recorded graph on one real GPU: the attention kernel, and the samples of the same model unrecorded."""
+"""Decoding as a recorded graph on one real GPU: the attention kernel, and the samples of the same
+model unrecorded."""
 
 import gc
 import secrets
@@ -59,7 +60,8 @@ def requests_of(num_new: int, **sampling):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize(("num_new", "end_every"), [(60, 30), (1100, 99)])
 def test_samples_are_those_of_the_model_itself(family, num_new, end_every, recorded, monkeypatch):
-    """Short answers that leave the batch all the time, and long ones that use up the room of the cache."""
+    """Short answers that leave the batch all the time, and long ones that use up the room of the
+    cache."""
     model = tiny_model(
         family, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048
     )

@@ -1,4 +1,5 @@
-"""The sampling loop on one real GPU: the tokens of the CPU, and log-probabilities of a teacher-forced forward."""
+"""The sampling loop on one real GPU: the tokens of the CPU, and log-probabilities of a
+teacher-forced forward."""
 
 import pytest
 import torch

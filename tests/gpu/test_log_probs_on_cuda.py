@@ -1,4 +1,5 @@
-"""Log-probs and entropy on a real GPU: kernels and operators against float64, with fresh inputs and poisoned memory."""
+"""Log-probs and entropy on a real GPU: kernels and operators against float64, with fresh inputs and
+poisoned memory."""
 
 import secrets
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ def linear_inputs(rows: int, hidden: int, vocab: int, dtype: torch.dtype) -> dic
 
 
 def results_of(given: dict[str, Tensor], way: str, **options: Any) -> list[Tensor]:
-    """log-probs, entropy and the gradients of hidden, weight, bias; `way`: ours, plain (a logits tensor) or exact."""
+    """log-probs, entropy and the gradients of hidden, weight, bias; `way`: ours, plain (a logits
+    tensor) or exact."""
     dtype = torch.float64 if way == "exact" else given["hidden"].dtype
     parts = [
         given[name].detach().clone().to(dtype).requires_grad_()
@@ -174,7 +176,8 @@ def test_a_loss_in_parts_is_as_exact_as_the_whole(seed: int, dtype: torch.dtype)
 def test_streams_and_kept_tiles_change_no_bit(
     seed: int, monkeypatch: pytest.MonkeyPatch, keep_bytes: int
 ) -> None:
-    """Many small tiles on two streams, from another stream than the default one, over and over: always the same."""
+    """Many small tiles on two streams, from another stream than the default one, over and over:
+    always the same."""
     given = linear_inputs(2048, 256, 20_011, torch.bfloat16)
     monkeypatch.setattr(softmax_rows, "ACCELERATOR_LIMITS", PieceLimits(2 << 20, 1 << 20, 256, 64))
     expected = results_of(given, "ours")

@@ -63,7 +63,8 @@ def test_rlvr_in_half_precision(tmp_path):
 
 
 def test_rlvr_with_compiled_blocks(tmp_path, monkeypatch):
-    """Training uses the compiled blocks and generation records its steps without them: it once crashed at that."""
+    """Training uses the compiled blocks and generation records its steps without them: it once
+    crashed at that."""
     steps = []
     step = GraphDecoder.step
     monkeypatch.setattr(

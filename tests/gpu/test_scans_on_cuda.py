@@ -1,4 +1,5 @@
-"""Scans, segment means and the policy loss on a real GPU, against float64, with fresh inputs in every run."""
+"""Scans, segment means and the policy loss on a real GPU, against float64, with fresh inputs in
+every run."""
 
 import secrets
 

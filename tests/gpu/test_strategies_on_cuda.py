@@ -1,4 +1,5 @@
-"""The training strategies on one real GPU: the gradient of the CPU's float64, moving states, half precision."""
+"""The training strategies on one real GPU: the gradient of the CPU's float64, moving states, half
+precision."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Checkpoints: exact resume, readable by plain transformers, whole or absent, clear about misfits."""
+"""Checkpoints: exact resume, readable by plain transformers, whole or absent, clear about
+misfits."""
 
 import json
 import signal

@@ -25,7 +25,8 @@ PROJECT = Path(__file__).parents[2]
 
 
 def with_adapter(*, tied: bool = True, seed: int = 1, **settings) -> nn.Module:
-    """A model whose adapter does something: peft starts B at zero, here every adapter weight is random."""
+    """A model whose adapter does something: peft starts B at zero, here every adapter weight is
+    random."""
     settings = {"lora_target": "all", "lora_rank": 4, **settings}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

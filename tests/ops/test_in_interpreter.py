@@ -1,6 +1,8 @@
-"""Runs the tests of the Triton kernels, `test_triton_*.py`, in Triton's interpreter: on a CPU, in their own process.
+"""Runs the tests of the Triton kernels, `test_triton_*.py`, in Triton's interpreter: on a CPU, in
+their own process.
 
-The interpreter is chosen by a variable that Triton reads when it is first imported, so it cannot be chosen here.
+The interpreter is chosen by a variable that Triton reads when it is first imported, so it cannot be
+chosen here.
 """
 
 import importlib.util

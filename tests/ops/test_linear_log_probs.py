@@ -398,7 +398,8 @@ def test_a_broken_model_does_not_look_healthy() -> None:
 
 
 def test_the_gradient_of_a_sure_token_keeps_its_digits() -> None:
-    """1 - p is 0.0035 here: p rounded to bfloat16 before the subtraction would make it 0.0039 or 0."""
+    """1 - p is 0.0035 here: p rounded to bfloat16 before the subtraction would make it 0.0039 or
+    0."""
     weight = torch.tensor([[6.5], [0.0], [0.3]])
     found, expected = (
         weight.bfloat16().requires_grad_(),

@@ -110,7 +110,8 @@ def test_results_and_gradients_equal_the_plain_way(
     seed=st.integers(0, 2**16),
 )
 def test_any_shape_and_stride(shape: list[int], vocab: int, step: int, cut: int, seed: int) -> None:
-    """Cut off the end of every axis, the vocabulary too, and take every second entry of the last leading one."""
+    """Cut off the end of every axis, the vocabulary too, and take every second entry of the last
+    leading one."""
     whole = random(*(size * step + cut for size in shape), vocab + cut, seed=seed)
     index = (*(slice(0, size * step, step) for size in shape), slice(0, vocab))
     logits = whole[index]
@@ -218,7 +219,8 @@ def test_a_label_that_cannot_occur(dtype: torch.dtype) -> None:
     assert log_probs.tolist() == [[-math.inf]]
     torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(2.0)))
     (log_probs + 5 * entropy).sum().backward()
-    # d log p = 1[j = label] - p_j, as for any label; the entropy of equal odds is at its maximum, gradient 0.
+    # d log p = 1[j = label] - p_j, as for any label; the entropy of equal odds is at its maximum,
+    # gradient 0.
     torch.testing.assert_close(logits.grad, torch.tensor([[-0.5, 1.0, -0.5]], dtype=dtype))
 
 
@@ -512,7 +514,8 @@ def test_next_token_bad_input_is_named(change: dict[str, Any], message: str) -> 
 def test_few_logits_and_many_are_computed_alike(
     monkeypatch: pytest.MonkeyPatch, size: float
 ) -> None:
-    """The plain operations for few logits against the tiles for many, also where probabilities vanish."""
+    """The plain operations for few logits against the tiles for many, also where probabilities
+    vanish."""
     hidden, weight, ids, mask = sequence_batch()
     results = []
     for limit in (1 << 20, 0):

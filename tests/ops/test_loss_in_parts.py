@@ -33,7 +33,8 @@ def inputs(
 
 
 def fused_loss(given: dict[str, Tensor], output: LinearLogits, rows: slice) -> Tensor:
-    """Something that is not linear in the log-probs, and couples the tokens of a row, but not rows."""
+    """Something that is not linear in the log-probs, and couples the tokens of a row, but not
+    rows."""
     log_probs, entropy = next_token_log_probs(
         output, given["ids"][rows], given["mask"][rows], with_entropy=True, keep_bytes=KEEP_ALL
     )
@@ -56,7 +57,8 @@ Loss = Callable[[dict[str, Tensor], LinearLogits, slice], Tensor]
 def train(
     given: dict[str, Tensor], parts: list[slice] | None, loss_of: Loss, **options: Any
 ) -> list[Tensor]:
-    """The loss, and three times the gradients of hidden, weight and bias; `parts` None: without `loss_in_parts`."""
+    """The loss, and three times the gradients of hidden, weight and bias; `parts` None: without
+    `loss_in_parts`."""
     leaves = [given[name].detach().requires_grad_() for name in NAMES]
     output = LinearLogits(*leaves, **options)
     whole = slice(0, len(leaves[0]))

@@ -1,4 +1,5 @@
-"""The Triton kernels over rows of logits, in Triton's interpreter (`test_in_interpreter` sets it up)."""
+"""The Triton kernels over rows of logits, in Triton's interpreter (`test_in_interpreter` sets it
+up)."""
 
 import math
 import os

@@ -1,4 +1,5 @@
-"""The policy losses of the agentic and the RLVR actor: numbers by hand, names, splits and poison."""
+"""The policy losses of the agentic and the RLVR actor: numbers by hand, names, splits and
+poison."""
 
 import copy
 import math

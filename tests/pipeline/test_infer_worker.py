@@ -1,4 +1,5 @@
-"""The worker that generates: requests split over workers, rows with log-probabilities, weights and their version."""
+"""The worker that generates: requests split over workers, rows with log-probabilities, weights and
+their version."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
 

@@ -207,7 +207,8 @@ def folder(tmp_path_factory):
 
 
 def first_update(name, folder, gap=GAP, **options):
-    """(batch that was trained on, metrics of the first update) of samples from a policy with another probability."""
+    """(batch that was trained on, metrics of the first update) of samples from a policy with
+    another probability."""
     options = {
         "enable_old_logprobs_recompute": False,
         "use_kl_loss": False,

@@ -1,4 +1,5 @@
-"""`roll check` and `roll train` refuse the same configs, in the same words, before a model is loaded."""
+"""`roll check` and `roll train` refuse the same configs, in the same words, before a model is
+loaded."""
 
 import json
 import os
@@ -356,7 +357,8 @@ def test_large_files_are_read_in_part_and_that_is_said(project, monkeypatch, tmp
 
 
 def test_rewards_that_are_not_asked_have_nothing_to_say():
-    """They are not imported, because that takes seconds: so they must not have a check of their own."""
+    """They are not imported, because that takes seconds: so they must not have a check of their
+    own."""
     from roll.rewards.workers import PoolRewardWorker
 
     for name in PLAIN_REWARDS:

@@ -123,7 +123,8 @@ def test_equal_states_of_different_groups_stay_apart():
 
 
 def test_gigpo_from_turns():
-    """Two episodes of a group: the same first state, then one wins. By hand, gamma 0.5, group mean only."""
+    """Two episodes of a group: the same first state, then one wins. By hand, gamma 0.5, group mean
+    only."""
 
     class Config:
         adv_estimator, reward_clip = "gigpo", None
@@ -137,7 +138,8 @@ def test_gigpo_from_turns():
     batch = collate([won, lost], 0, per_turn=True)
     batch = compute_discounted_returns(batch, "gigpo", gamma=0.5)
     batch, _ = compute_response_level_rewards(batch, Config)
-    # episode: scores 1, 1, 0 minus their mean 2/3; step: returns 0.5 and 0 in state s (mean 0.25), 1 alone in t
+    # episode: scores 1, 1, 0 minus their mean 2/3; step: returns 0.5 and 0 in state s (mean 0.25),
+    # 1 alone in t
     assert torch.allclose(
         batch["response_level_rewards"], torch.tensor([1 / 3 + 0.25, 1 / 3, -2 / 3 - 0.25])
     )

@@ -1,4 +1,5 @@
-"""Separate rollout and training workers on a real Ray: the numbers of one process, and generation beside training."""
+"""Separate rollout and training workers on a real Ray: the numbers of one process, and generation
+beside training."""
 
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def mock(folder: Path, mode: str) -> dict:
 
 
 def test_two_and_two_workers_give_the_losses_of_one_process(inputs, tmp_path):
-    """One process dumps, two training ranks replay; then 2 rollout and 2 training workers dump, one process replays."""
+    """One process dumps, two training ranks replay; then 2 rollout and 2 training workers dump, one
+    process replays."""
     keys = ("actor/pg_loss", "actor/total_loss", "actor_train/grad_norm", "actor/approxkl")
 
     def same(one: RLVRPipeline, two: RLVRPipeline) -> None:

@@ -1,5 +1,6 @@
 """Groups of prompts: filters sample again, failures leave their group, and everything is counted;
-then the same beside training, with an engine of threads. Tests wait for what happens, not for a time.
+then the same beside training, with an engine of threads. Tests wait for what happens, not for a
+time.
 """
 
 import threading
@@ -223,8 +224,8 @@ LONG = 120.0  # seconds, of waits that end at once unless something is broken
 
 
 class Engine:
-    """Answers at once. Its first call stops after `hold_after` tokens, if that is given, until it is
-    aborted. Weights are a version number."""
+    """Answers at once. Its first call stops after `hold_after` tokens, if that is given, until it
+    is aborted. Weights are a version number."""
 
     backend_name = "ray"
     rpc_timeout = LONG

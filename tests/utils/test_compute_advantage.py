@@ -206,7 +206,8 @@ def test_seed_usage_from_rewards_to_advantages():
         whiten_advantages=True,
     )
     assert data.batch["advantages"].shape == data.batch["returns"].shape == (4, 5)
-    # Group 0 differs by one: +-0.7071 on all of its tokens; whitened over 8 tokens of that and 8 zeros.
+    # Group 0 differs by one: +-0.7071 on all of its tokens; whitened over 8 tokens of that and 8
+    # zeros.
     raw = torch.tensor([0.7071058, -0.7071058, 0.0, 0.0])
     expected = raw / (raw.repeat_interleave(4).std() ** 2 + 1e-8) ** 0.5
     torch.testing.assert_close(data.batch["advantages"][:, 1:], expected[:, None].expand(4, 4))

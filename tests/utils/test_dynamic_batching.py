@@ -1,4 +1,5 @@
-"""ROLL's micro-batches, by tokens and for packing. The expected parts are those of ROLL's own functions."""
+"""ROLL's micro-batches, by tokens and for packing. The expected parts are those of ROLL's own
+functions."""
 
 import pytest
 import torch

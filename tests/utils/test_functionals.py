@@ -1,4 +1,5 @@
-"""The batch-level steps: columns in, columns out, metrics, errors, and nothing changed that is not theirs."""
+"""The batch-level steps: columns in, columns out, metrics, errors, and nothing changed that is not
+theirs."""
 
 import math
 from types import SimpleNamespace
@@ -422,7 +423,8 @@ def test_sample_masks_by_hand():
         error_max_len_clip=True, error_max_len_threshold=2,
     )  # fmt: skip
     data, metrics = get_sample_level_mask(sample_batch(), config)
-    # rows 0 and 3 are as long as `responses`; rows 0 and 1 are too easy; row 2 is wrong and not shorter than 2
+    # rows 0 and 3 are as long as `responses`; rows 0 and 1 are too easy; row 2 is wrong and not
+    # shorter than 2
     assert not data.batch["final_response_mask"].any()
     assert data.batch["difficulty_mask"].tolist() == [False, False, True, True]
     assert metrics["actor/max_len_mask_ratio"] == metrics["actor/difficulty_mask_ratio"] == 0.5

@@ -1,9 +1,9 @@
 """DeepSpeed's JSON configuration, completed with what the run's own configuration already says.
 
-`strategy_config` is what a user would put into DeepSpeed's file. Some of its keys repeat settings of
-the run (batch sizes, clipping, precision, optimizer, schedule). They may be left out or be "auto",
-and may say the same as the run; to say something else is an error, never a silent choice. Imports
-no torch: `roll check` asks it too.
+`strategy_config` is what a user would put into DeepSpeed's file. Some of its keys repeat settings
+of the run (batch sizes, clipping, precision, optimizer, schedule). They may be left out or be
+"auto", and may say the same as the run; to say something else is an error, never a silent choice.
+Imports no torch: `roll check` asks it too.
 """
 
 from __future__ import annotations

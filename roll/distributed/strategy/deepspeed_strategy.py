@@ -6,15 +6,15 @@ default of inference) also the weights. Stage 0 trains as stage 1, and both as s
 (see training_stage). Inference below stage 3 shards nothing: every rank is a replica without an
 engine. At stage 3 weights leave a rank after each module's forward, so the model builds its logits.
 
-How this fits the one gradient of `TrainStrategy`: DeepSpeed is told which micro-batch is the last of
-a step, divides by nothing but the number of ranks, and the loss is multiplied by that number. The
-norm is read before DeepSpeed's own step; a step that must not happen goes through the path that
+How this fits the one gradient of `TrainStrategy`: DeepSpeed is told which micro-batch is the last
+of a step, divides by nothing but the number of ranks, and the loss is multiplied by that number.
+The norm is read before DeepSpeed's own step; a step that must not happen goes through the path that
 DeepSpeed has for overflows, which drops the gradients and touches neither weights nor state.
 
-In a bf16 or fp16 run DeepSpeed keeps float32 master weights. fp16 scales the loss; a checkpoint does
-not hold the current scale, so a resumed fp16 run finds it anew. From the first stage 3 model on,
-DeepSpeed replaces `torch.nn.functional.linear` in that process by a version that rounds differently
-in bf16, for every model of the process.
+In a bf16 or fp16 run DeepSpeed keeps float32 master weights. fp16 scales the loss; a checkpoint
+does not hold the current scale, so a resumed fp16 run finds it anew. From the first stage 3 model
+on, DeepSpeed replaces `torch.nn.functional.linear` in that process by a version that rounds
+differently in bf16, for every model of the process.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class DeepSpeedInferStrategy(InferenceStrategy):
         for key in config.keys() - known:
             guess = did_you_mean(key, known) or "remove it"
             raise ConfigError(
-                f"{role.name}.strategy_args.strategy_config.{key}: DeepSpeed has no such key; {guess}"
+                f"{role.name}.strategy_args.strategy_config.{key}: DeepSpeed has no such key; "
+                f"{guess}"
             )
         return config
 
@@ -391,7 +392,8 @@ class ZeroOptimizer:
         return MOMENTS if is_float32 else (*MOMENTS, MASTER)
 
     def flat_states(self) -> list[dict[str, Tensor]]:
-        """AdamW's state of each flat tensor; before its first step AdamW has none, and it is made."""
+        """AdamW's state of each flat tensor; before its first step AdamW has none, and it is
+        made."""
         zero = self.zero
         flats = (
             zero.fp32_partitioned_groups_flat

@@ -1,4 +1,5 @@
-"""`fsdp2_train` and `fsdp2_infer`: weights, gradients and optimizer state sharded with `fully_shard`.
+"""`fsdp2_train` and `fsdp2_infer`: weights, gradients and optimizer state sharded with
+`fully_shard`.
 
 `roll.configs.strategy_info` has the keys of `strategy_config`. Training keeps float32 master
 weights whatever `param_dtype` is. All ranks run equally many forward and backward passes: a rank
@@ -54,8 +55,8 @@ class Fsdp2InferStrategy(InferenceStrategy):
     def shard_model(self) -> None:
         """Shard every decoder layer, then what is left (embeddings, final norm, head).
 
-        The head belongs into that root group, which stays gathered from its forward to its backward:
-        log-probs read the head's weight after the model has returned.
+        The head belongs into that root group, which stays gathered from its forward to its
+        backward: log-probs read the head's weight after the model has returned.
         """
         options = self.options
         on_gpu = self.device.type == "cuda"

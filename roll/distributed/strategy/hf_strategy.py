@@ -105,9 +105,9 @@ class HfTrainStrategy(TrainStrategy):
 def compile_layers(model: nn.Module) -> None:
     """Compile every block of a transformer. All share one graph; names and hooks stay as they are.
 
-    What is compiled is the call of a block with its gradient checkpointing inside: the recomputation
-    then leaves out what no gradient needs (the last matrix product of a block), and one that is
-    compiled anew for another width cannot differ from the forward pass that it repeats.
+    What is compiled is the call of a block with its gradient checkpointing inside: the
+    recomputation then leaves out what no gradient needs (the last matrix product of a block), and
+    one that is compiled anew for another width cannot differ from the forward pass that it repeats.
     """
     # Models share the code of their blocks: each with and without gradients, one width and any.
     config = torch._dynamo.config

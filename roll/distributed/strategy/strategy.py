@@ -1,10 +1,11 @@
-"""The interface between a worker and a model: forward passes here, optimizer steps in train_strategy.
+"""The interface between a worker and a model: forward passes here, optimizer steps in
+train_strategy.
 
-A strategy owns one model on one rank and everything that depends on how it is placed: micro-batches,
-collectives, precision, weights. A worker gives it a batch and a function of one micro-batch; the
-strategy alone knows how many micro-batches and ranks there are. The loss contract that makes this
-work: a loss is a masked sum divided by counts of the *whole* optimizer step, so the losses, and the
-gradients, of micro-batches and ranks simply add up.
+A strategy owns one model on one rank and everything that depends on how it is placed:
+micro-batches, collectives, precision, weights. A worker gives it a batch and a function of one
+micro-batch; the strategy alone knows how many micro-batches and ranks there are. The loss contract
+that makes this work: a loss is a masked sum divided by counts of the *whole* optimizer step, so the
+losses, and the gradients, of micro-batches and ranks simply add up.
 
 `docs/custom-strategy.md` shows how a strategy is added.
 """
@@ -215,8 +216,8 @@ class InferenceStrategy(ABC):
         Its dict of results is joined over micro-batches, in the order of the input rows. Results
         with a column per predicted token come back as (rows, S-1), zero outside of the columns that
         a micro-batch looked at. `meta_info["micro_batch_size"]` sets the rows of a micro-batch
-        (default `infer_batch_size`); with `meta_info["disable_adapter"]` a LoRA model answers as its
-        base model, which is the reference for free.
+        (default `infer_batch_size`); with `meta_info["disable_adapter"]` a LoRA model answers as
+        its base model, which is the reference for free.
         """
         if len(batch) == 0:
             raise ValueError(

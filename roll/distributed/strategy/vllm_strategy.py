@@ -1,10 +1,11 @@
-"""`vllm`: generation with vLLM's engine, in its worker's process. The only module that imports vllm.
+"""`vllm`: generation with vLLM's engine, in its worker's process. The only module that imports
+vllm.
 
 Weights come from the role that trains: vLLM reloads them in place, from tensors of the same process
 or of a broadcast. Then it is checked what vLLM computes with: parameters that can be read are
 compared bit by bit, and layers that keep their weights in a packed form are run on a probe and
-compared with the product they stand for. vLLM 0.32 on a CPU forgets to repack a head that is tied to
-the embedding, so the check is needed.
+compared with the product they stand for. vLLM 0.32 on a CPU forgets to repack a head that is tied
+to the embedding, so the check is needed.
 
 `strategy_config` takes vLLM's engine arguments (`max_model_len`, `gpu_memory_utilization`,
 `block_size`, `max_num_seqs`, `enable_prefix_caching`, ...). Log-probs are those of the distribution
@@ -213,8 +214,8 @@ class VllmStrategy(InferenceStrategy):
 
 
 class VLLMEngine(SampleEngine):
-    """Answers requests with vLLM. A sample is a request of its own there; the prefix cache shares the
-    prompt of a group."""
+    """Answers requests with vLLM. A sample is a request of its own there; the prefix cache shares
+    the prompt of a group."""
 
     def __init__(
         self, llm: Any, *, vocab_size: int, eos_token_ids: Collection[int], decode: Decode | None
@@ -233,7 +234,8 @@ class VLLMEngine(SampleEngine):
         return self.llm.model_config.max_model_len
 
     def reset_prefix_cache(self) -> None:
-        """Forget keys and values of old weights. Only between calls: running requests use theirs."""
+        """Forget keys and values of old weights. Only between calls: running requests use
+        theirs."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
@@ -357,7 +359,8 @@ def _tied_head(model: Any) -> Any:
 
 
 def _multiplies_with(layer: Any, weight: Tensor, first_row: int) -> bool:
-    """Whether the layer's product with a probe is that of `weight`, in the rows from `first_row`."""
+    """Whether the layer's product with a probe is that of `weight`, in the rows from
+    `first_row`."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, weight.shape[1], generator=generator).to(weight)
     with torch.no_grad():

@@ -10,8 +10,8 @@ on. If that does not help (it sits in C code, or the process died), the process 
 started anew: its other episodes are lost and reported as such.
 
 It is `subprocess` and a pipe, and no pool of a library: pools hand out calls to any process and
-know no state, and `multiprocessing` would import the script that the user runs. No torch here: processes
-that only play environments start in a fraction of a second.
+know no state, and `multiprocessing` would import the script that the user runs. No torch here:
+processes that only play environments start in a fraction of a second.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""One Ray for all tests that need it, and clusters that several tests share: starting processes is the slow part."""
+"""One Ray for all tests that need it, and clusters that several tests share: starting processes is
+the slow part."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -48,7 +49,8 @@ def shared_clusters() -> Iterator[dict[Any, Cluster]]:
 
 @pytest.fixture
 def cluster_of(backend: str, shared_clusters: dict[Any, Cluster]) -> Callable[..., Cluster]:
-    """`cluster_of(worker_cls, world_size)` on the backend of the test; the same cluster again for the next test."""
+    """`cluster_of(worker_cls, world_size)` on the backend of the test; the same cluster again for
+    the next test."""
 
     def get(worker_cls: type[Worker], world_size: int) -> Cluster:
         key = (backend, worker_cls, world_size)

@@ -423,7 +423,8 @@ def test_errors_of_splitting_and_joining_say_which_method() -> None:
 
 
 def test_a_call_is_quick() -> None:
-    """The promise is 100 microseconds for a local call; ten times that leaves room for a slow machine."""
+    """The promise is 100 microseconds for a local call; ten times that leaves room for a slow
+    machine."""
     cluster = new_local(EchoWorker)
     cluster.tell("a")
     start = time.process_time()  # of this process alone: others on the machine do not count

@@ -63,7 +63,8 @@ def raised(call: Callable[[], Any], kind: type[WorkerError]) -> str:
     return str(caught.value)
 
 
-# -- processes and their environment -----------------------------------------------------------------------------------
+# -- processes and their environment
+# -----------------------------------------------------------------------------------
 
 
 def test_every_worker_is_a_process_with_its_environment(echo: Cluster) -> None:
@@ -168,7 +169,8 @@ def test_a_timeout_says_where_the_workers_are(
     echo.execute_all_sync("pid")
 
 
-# -- torch.distributed, and death inside a collective ------------------------------------------------------------------
+# -- torch.distributed, and death inside a collective
+# ------------------------------------------------------------------
 
 
 def test_a_group_of_four_and_the_death_of_one(tmp_path: Path) -> None:
@@ -222,7 +224,8 @@ def test_other_ways_to_die(how: str, reason: str) -> None:
         assert "default_worker.py" not in message
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
+# -- devices
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_gpus_are_shown_by_the_numbers_of_device_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +249,8 @@ def test_gpus_are_shown_by_the_numbers_of_device_mapping(monkeypatch: pytest.Mon
             assert other.execute_all_sync("environment", "CUDA_VISIBLE_DEVICES") == [
                 {"CUDA_VISIBLE_DEVICES": "2,3"}
             ]
-            # The CPUs are shared out: Ray alone would give a worker one thread, however many CPUs there are.
+            # The CPUs are shared out: Ray alone would give a worker one thread, however many CPUs
+            # there are.
             assert (cluster.execute_all_sync("threads"), other.execute_all_sync("threads")) == (
                 [1, 1],
                 [2],
@@ -278,7 +282,8 @@ def test_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
         start(EchoWorker, 1, rpc_timeout=1)
 
 
-# -- a whole program ---------------------------------------------------------------------------------------------------
+# -- a whole program
+# ---------------------------------------------------------------------------------------------------
 
 INTERRUPTED_PROGRAM = """
 import signal, sys
@@ -307,14 +312,16 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # a process group of its own, which Ctrl-C in a terminal reaches as a whole
+        # a process group of its own, which Ctrl-C in a terminal reaches as a whole
+        start_new_session=True,
     )
     try:
         assert program.stdout is not None
         printed = [next(program.stdout)]
         while "READY" not in printed[-1]:
             printed.append(next(program.stdout))
-        # Nothing but the program's own line: no banner, and no warning but that a busy machine takes its time.
+        # Nothing but the program's own line: no banner, and no warning but that a busy machine
+        # takes its time.
         assert [line for line in printed if "still waiting for the processes of" not in line] == [
             "READY\n"
         ]

@@ -1,4 +1,5 @@
-"""Laws of DataProto over random batches: any number of rows, columns, dtypes and extra dimensions."""
+"""Laws of DataProto over random batches: any number of rows, columns, dtypes and extra
+dimensions."""
 
 import pickle
 import tempfile

@@ -1,4 +1,5 @@
-"""`compile: true`: the same numbers with and without gradient checkpointing, for rows of any width."""
+"""`compile: true`: the same numbers with and without gradient checkpointing, for rows of any
+width."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A strategy is one class, named by its dotted path; what it says of itself is what configs check."""
+"""A strategy is one class, named by its dotted path; what it says of itself is what configs
+check."""
 
 from dataclasses import replace
 

@@ -203,7 +203,8 @@ def test_exact_resume_in_other_processes(lab, other_lab, folder, tmp_path, stage
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_opens_everywhere(lab, folder, tmp_path, stage):
-    """In transformers; on one rank, at another stage; in another strategy, which trains on alike."""
+    """In transformers; on one rank, at another stage; in another strategy, which trains on
+    alike."""
     lab.execute_all_sync("start", "dpo", zero_config("dpo", folder, stage))
     train(lab, 0, 2)
     saved = tmp_path / "checkpoint"

@@ -1,4 +1,5 @@
-"""Logits are made once: kept for backward, with the same gradient to the bit, or trained part by part."""
+"""Logits are made once: kept for backward, with the same gradient to the bit, or trained part by
+part."""
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_logits_that_cannot_all_be_kept_are_made_once_too(tmp_path, monkeypatch,
 
 
 def test_no_parts_where_adding_up_takes_more_than_it_saves(tmp_path, monkeypatch):
-    """In half precision the gradient of the head is summed in float32, which is more memory than may be used here."""
+    """In half precision the gradient of the head is summed in float32, which is more memory than
+    may be used here."""
     monkeypatch.setattr(train_strategy, "loss_in_parts", None)
     few = 12 * VOCAB_SIZE * 2 / 2**30
     folder, batch = make_model_folder(tmp_path), make_batch("agentic")

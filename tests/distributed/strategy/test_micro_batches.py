@@ -113,7 +113,8 @@ def test_micro_batch_keeps_the_columns_that_its_rows_attend_to():
     micro = make_micro_batch(padded_batch(), [1, 0])
     assert (micro.start, micro.stop) == (1, 5)
     assert micro.data.batch["input_ids"].tolist() == [[7, 8, 9, 10], [1, 2, 3, 4]]
-    # Column t speaks of token t+1, so S-1 columns lose the same start and one column fewer at the end.
+    # Column t speaks of token t+1, so S-1 columns lose the same start and one column fewer at the
+    # end.
     assert micro.data.batch["old_log_probs"].tolist() == [[6, 7, 8], [1, 2, 3]]
     assert micro.data.batch["reward"].tolist() == [2.0, 1.0]
     assert micro.data.non_tensor_batch["id"].tolist() == ["b", "a"]

@@ -1,4 +1,5 @@
-"""One optimizer step has one gradient, however its rows are cut, padded, scored or spread over ranks."""
+"""One optimizer step has one gradient, however its rows are cut, padded, scored or spread over
+ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,8 @@ def test_padding(folders, pipeline, left, right):
 @pytest.mark.parametrize("share_prefixes", [True, False])
 @pytest.mark.parametrize("garbage", [-100, -1, VOCAB_SIZE, 2**62, -(2**62)])
 def test_masked_places_may_hold_anything(folders, share_prefixes, garbage):
-    """Padding, the whole of the first row, and every token-level column where nothing is learned."""
+    """Padding, the whole of the first row, and every token-level column where nothing is
+    learned."""
     options = {"micro_batch": 8, "strategy_config": {"share_prefixes": share_prefixes}}
     config = make_config("agentic", folders["qwen2", True], **options)
     batch = make_batch("agentic")
@@ -101,7 +103,8 @@ def test_masked_places_may_hold_anything(folders, share_prefixes, garbage):
 
 
 def check_a_mask_that_marks_everything(pipeline, mode, folder, *, backend="auto", **options):
-    """`final_response_mask` also marks prompts, the gaps of conversations and padding: those take part in nothing."""
+    """`final_response_mask` also marks prompts, the gaps of conversations and padding: those take
+    part in nothing."""
     config = make_config("rlvr", folder, **options, **mode_options(mode))
     batch = make_batch("rlvr")
     rows = (torch.arange(len(batch)) % 3 > 0)[:, None]
@@ -200,7 +203,8 @@ def test_ranks(folders, strategy, pipeline, workers):
 
 @pytest.fixture(scope="module")
 def labs() -> Iterator[dict[int, Cluster]]:
-    """Clusters of 1, 2 and 4 processes on Ray, each of which tries one configuration after the other."""
+    """Clusters of 1, 2 and 4 processes on Ray, each of which tries one configuration after the
+    other."""
     clusters: dict[int, Cluster] = {}
     yield clusters
     for cluster in clusters.values():
@@ -213,7 +217,8 @@ def labs() -> Iterator[dict[int, Cluster]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("pipeline", "mode"), LOSSES)
 def test_whole_grid(folders, labs, workers, strategy, model, pipeline, mode):
-    """Ranks, sharding, architectures, heads, losses and aggregation modes; the cutting alternates along the grid."""
+    """Ranks, sharding, architectures, heads, losses and aggregation modes; the cutting alternates
+    along the grid."""
     if workers not in labs:
         resources = ResourceManager(num_gpus_per_node=0, num_nodes=1, backend="ray")
         labs[workers] = Cluster("lab", Lab, resources, SimpleNamespace(world_size=workers))

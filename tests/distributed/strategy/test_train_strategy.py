@@ -1,4 +1,5 @@
-"""Optimizer steps: against a plain loop, with numbers that are not finite, and on rows chosen over all ranks."""
+"""Optimizer steps: against a plain loop, with numbers that are not finite, and on rows chosen over
+all ranks."""
 
 import math
 from typing import ClassVar
@@ -37,7 +38,8 @@ def local_worker(pipeline, config, role="actor_train"):
 
 
 def dpo_loss_of_plain_model(model, batch):
-    """DPO from first principles: sums of log-softmax over the completion, one number for each row."""
+    """DPO from first principles: sums of log-softmax over the completion, one number for each
+    row."""
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
     logits = model(ids, attention_mask=mask, use_cache=False).logits.float()
     log_probs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -135,7 +137,8 @@ def test_a_step_is_skipped_if_only_its_loss_or_only_its_gradient_is_not_finite(
 
 
 class Meeting(Ranks):
-    """Two ranks that come one after the other: the sums of the second include what the first brought."""
+    """Two ranks that come one after the other: the sums of the second include what the first
+    brought."""
 
     brought: ClassVar[list[list[float]]] = []
 

@@ -1,4 +1,5 @@
-"""vLLM itself, on this machine's CPU: log-probs, weights that arrive, and what every engine owes."""
+"""vLLM itself, on this machine's CPU: log-probs, weights that arrive, and what every engine
+owes."""
 
 import importlib
 import os
@@ -247,7 +248,8 @@ def test_the_prefix_cache_forgets_old_weights(pair, monkeypatch):
     pair.update(3)
     outputs = pair.engine.generate(requests)
     assert largest_gap(pair.model(), requests, outputs) < 1e-4
-    # Without the reset, the prompt's keys and values are those of the old weights: the test can fail.
+    # Without the reset, the prompt's keys and values are those of the old weights: the test can
+    # fail.
     monkeypatch.setattr(pair.engine, "reset_prefix_cache", lambda: None)
     pair.update(4)
     assert largest_gap(pair.model(), requests, pair.engine.generate(requests)) > 1e-3

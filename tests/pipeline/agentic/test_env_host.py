@@ -1,4 +1,5 @@
-"""Environments in a process that can be killed: every way to fail is a reply, and nothing is left behind."""
+"""Environments in a process that can be killed: every way to fail is a reply, and nothing is left
+behind."""
 
 import bad_envs
 import pytest

@@ -1,4 +1,5 @@
-"""Real chat templates over several turns: ids are only appended, and they spell the conversation."""
+"""Real chat templates over several turns: ids are only appended, and they spell the
+conversation."""
 
 import logging
 

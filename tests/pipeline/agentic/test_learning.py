@@ -1,5 +1,6 @@
-"""The examples learn, from a model made from nothing. What they have to reach, and the ten seeds under five kinds of
-arithmetic that leave it a margin, is in benchmarks/learning.py and in the table of benchmarks/README.md."""
+"""The examples learn, from a model made from nothing. What they have to reach, and the ten seeds
+under five kinds of arithmetic that leave it a margin, is in benchmarks/learning.py and in the table
+of benchmarks/README.md."""
 
 import importlib.util
 import statistics

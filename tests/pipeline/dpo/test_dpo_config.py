@@ -41,7 +41,8 @@ def test_defaults_are_rolls():
 
 
 def test_two_configs_from_the_same_roles_are_equal_and_the_roles_unchanged():
-    # ROLL doubles the batch sizes of the objects it is given, once more for every config that is built from them.
+    # ROLL doubles the batch sizes of the objects it is given, once more for every config that is
+    # built from them.
     actor, reference = trained(per_device_train_batch_size=4), WorkerConfig(infer_batch_size=6)
     before = actor.model_copy(deep=True), reference.model_copy(deep=True)
     first, second = (dpo(actor_train=actor, reference=reference, seed=9) for _ in range(2))

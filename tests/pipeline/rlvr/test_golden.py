@@ -1,11 +1,13 @@
 """Curves that must not change: what a run logged once, every later version logs again.
 
-Last bits of a sum differ between processors, thread counts and versions of torch, and sooner or later they change a
-sample, and with it everything after. So a run is compared to the last bit only on the machine that recorded it, which
-the file names. Anywhere else the small run is led along the recorded samples, and what it computes from them is
-compared at the scale of the terms that are added up: a loss is a mean of terms of size 1 that nearly cancel.
+Last bits of a sum differ between processors, thread counts and versions of torch, and sooner or
+later they change a sample, and with it everything after. So a run is compared to the last bit only
+on the machine that recorded it, which the file names. Anywhere else the small run is led along the
+recorded samples, and what it computes from them is compared at the scale of the terms that are
+added up: a loss is a mean of terms of size 1 that nearly cancel.
 
-`python tests/pipeline/rlvr/test_golden.py` writes the files anew, for a change that is meant to change them.
+`python tests/pipeline/rlvr/test_golden.py` writes the files anew, for a change that is meant to
+change them.
 """
 
 import json
@@ -50,8 +52,8 @@ SIZES = ("actor_train/grad_norm", "actor/approxkl", "actor/entropy", "critic/ent
 LOSSES = ("actor/pg_loss", "actor/total_loss")
 # Shares of the 70 to 80 tokens of a step: a ratio at the edge of the clip may fall on either side.
 SHARES = ("actor/clipfrac", "actor/ppo_ratio_clipfrac")
-# Adam divides a gradient by its size, so that last bits grow to 1e-4 of a gradient within a few steps; a wrong formula
-# differs by far more. Losses, means over many tokens, came within 1e-6.
+# Adam divides a gradient by its size, so that last bits grow to 1e-4 of a gradient within a few
+# steps; a wrong formula differs by far more. Losses, means over many tokens, came within 1e-6.
 TOLERANCES = {
     COUNTS: {"rel": 1e-5},
     SIZES: {"rel": 1e-3},
@@ -61,7 +63,8 @@ TOLERANCES = {
 
 
 class Recorded:
-    """The engine of a run, led along recorded samples: it draws its own, which are kept, and answers with those."""
+    """The engine of a run, led along recorded samples: it draws its own, which are kept, and
+    answers with those."""
 
     def __init__(self, engine, steps):
         self.engine, self.steps, self.drawn = engine, iter(steps), []
@@ -87,7 +90,8 @@ class Recorded:
 
 
 def small_run(folder: Path, recorded=()) -> list[dict]:
-    """Four steps of a tiny run: sampling, scoring, advantages, two optimizer steps each. What was drawn and logged."""
+    """Four steps of a tiny run: sampling, scoring, advantages, two optimizer steps each. What was
+    drawn and logged."""
     inputs = make_inputs(folder / "inputs")
     config = make_config(
         inputs,
@@ -108,9 +112,11 @@ def small_run(folder: Path, recorded=()) -> list[dict]:
 
 
 def example_curve(folder: Path) -> dict[str, list[float]]:
-    """The example of reversing digits, from random weights through the warm start to ten steps of GRPO.
+    """The example of reversing digits, from random weights through the warm start to ten steps of
+    GRPO.
 
-    Accuracies and rewards are counts over fixed numbers of samples: equal or not, without a tolerance.
+    Accuracies and rewards are counts over fixed numbers of samples: equal or not, without a
+    tolerance.
     """
     make(folder / "digits", seed=0)
     paths = {"pretrain": str(folder / "digits" / "model"), "output_dir": str(folder)}
@@ -144,7 +150,8 @@ def example_curve(folder: Path) -> dict[str, list[float]]:
 
 
 def machine() -> str:
-    """What decides the last bits of a sum, besides the number of threads: the code that is run, and what chooses it."""
+    """What decides the last bits of a sum, besides the number of threads: the code that is run, and
+    what chooses it."""
     info = Path("/proc/cpuinfo")
     lines = (
         (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines())
@@ -193,7 +200,8 @@ def test_a_small_run_computes_what_it_always_did(tmp_path):
         for keys, tolerance in TOLERANCES.items():
             found, kept = ({key: line["metrics"][key] for key in keys} for line in (step, expected))
             assert found == pytest.approx(kept, **tolerance), f"step {number}"
-    # A random number may fall just beside the edge between two tokens: once in many runs, not four times in one.
+    # A random number may fall just beside the edge between two tokens: once in many runs, not four
+    # times in one.
     assert len(others) < 4, f"(step, sample) that were drawn differently: {others}"
 
 

@@ -1,4 +1,5 @@
-"""Whole runs: the same twice, resumed, replayed; bad input before a model; rewards that misbehave."""
+"""Whole runs: the same twice, resumed, replayed; bad input before a model; rewards that
+misbehave."""
 
 import json
 import signal
@@ -47,7 +48,8 @@ def sampling(inputs: Path, **generating) -> dict:
     return {"actor_infer": {**infer, "generating_args": args}}
 
 
-# -- what a run leaves behind ------------------------------------------------------------------------------------------
+# -- what a run leaves behind
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_run_reports_what_happened(inputs, tmp_path):
@@ -151,7 +153,8 @@ def test_resume_after_kill_9_in_the_middle_of_a_step(inputs, tmp_path):
     assert files[0] == files[1]
 
 
-# -- dump and replay ---------------------------------------------------------------------------------------------------
+# -- dump and replay
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_dump_trains_again_from_itself_alone(inputs, tmp_path):
@@ -183,7 +186,8 @@ def test_a_dump_trains_again_from_itself_alone(inputs, tmp_path):
         three.run()
 
 
-# -- variants ----------------------------------------------------------------------------------------------------------
+# -- variants
+# ----------------------------------------------------------------------------------------------------------
 
 CRITIC = {
     "adv_estimator": "gae",
@@ -272,7 +276,8 @@ def test_several_domains_with_their_own_rewards(inputs, tmp_path):
     assert samples[-1]["rewards"]["x"] == 1
 
 
-# -- honesty -----------------------------------------------------------------------------------------------------------
+# -- honesty
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_truncated_sampling_is_not_on_policy_and_stops(inputs, tmp_path):
@@ -377,7 +382,8 @@ def test_a_reward_that_never_works_ends_the_run_with_its_reasons(tmp_path):
     assert len(metrics_of(tmp_path / "out" / "run")) == 2
 
 
-# -- bad input, before a model is loaded -------------------------------------------------------------------------------
+# -- bad input, before a model is loaded
+# -------------------------------------------------------------------------------
 
 
 def test_bad_input_is_found_before_a_model_is_loaded(inputs, tmp_path, monkeypatch):
