@@ -80,7 +80,8 @@ class Estimator:
     @property
     def compares_group(self) -> bool:
         """Whether a reward is measured by those of the same group."""
-        return self.reward_norm is not None or self.group_rewards is not None
+        scopes = self.reward_norm or ()
+        return self.group_rewards is not None or "group" in scopes or "leave_one_out" in scopes
 
     def trajectory_norm(self) -> RewardNorm | None:
         """`reward_norm` for rows of environments."""
@@ -117,7 +118,7 @@ def get_estimator(name: str) -> Estimator:
         raise ValueError(problem)
     try:
         found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         raise ValueError(f"{problem}, and it cannot be imported: {error}") from error
     if not isinstance(found, Estimator):
         raise ValueError(f"{problem}, and it is a {type(found).__name__}, not an Estimator")

@@ -37,12 +37,12 @@ def approx_kl(
 
     With d = log_probs - base_log_probs, as a reward and, as a loss, its gradient by log_probs:
 
-    kl, k1           d              unbiased; negative at times   1, whatever the base: only noise
-    abs              |d|            biased                        the sign of d mse, k2          d^2
-    / 2        biased                        d: that of KL(policy || base) k3, low_var_kl   e^-d + d
-    - 1   unbiased, never negative      1 - e^-d: that of KL(base || policy) k3+              as k3
-    as k3                         as k2 full             sum_v e^lp_v (lp_v - base_v), from
-    log-probabilities of shape (B, T, V)
+    kl, k1          d             unbiased; negative at times  1, whatever the base: only noise
+    abs             |d|           biased                       the sign of d
+    mse, k2         d^2 / 2       biased                       d: that of KL(policy || base)
+    k3, low_var_kl  e^-d + d - 1  unbiased, never negative     1 - e^-d: that of KL(base || policy)
+    k3+             as k3         as k3                        as k2
+    full            sum_v e^lp_v (lp_v - base_v), from log-probabilities of shape (B, T, V)
 
     The last column is about the mean over tokens that the policy sampled. The d of `k3` saturates
     at +-20 and its value at 10, with gradient 0; that of `k3+` at +-20. All but `full` take the

@@ -247,7 +247,7 @@ def get_policy_loss(name: str | None) -> Any:
         raise ValueError(problem)
     try:
         found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         raise ValueError(f"{problem}, and it cannot be imported: {error}") from error
     if not callable(found):
         raise ValueError(f"{problem}, and it is a {type(found).__name__}, not a surrogate")

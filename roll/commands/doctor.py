@@ -104,6 +104,8 @@ def conflicts(names: list[str]) -> Iterator[Finding]:
 
     The one that bites: packages that bring a newer antlr4 runtime than omegaconf can read.
     """
+    if not names:  # also where packaging itself is missing
+        return
     from packaging.requirements import Requirement
 
     for name in names:

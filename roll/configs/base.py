@@ -105,9 +105,14 @@ def problems_of(
         elif detail["type"] == "extra_forbidden":
             problems.append(_unknown_key(key, model))
         else:
-            text = detail["msg"].removeprefix("Input should be ")
+            # "a valid integer, unable to parse string as an integer" says the same thing twice.
+            text = detail["msg"].removeprefix("Input should be ").partition(", unable to")[0]
             if detail["type"] in ("dict_type", "model_type"):
                 text = "a mapping (key: value)"
+            elif detail["type"].startswith("bool_"):
+                text = "true or false"
+            elif detail["type"] == "invalid_key":
+                text = "keys that are text"
             choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
             if choices:
                 text = "one of " + ", ".join(choices)
@@ -126,7 +131,7 @@ def _unknown_key(key: str, owner: type[BaseModel]) -> Problem:
     name = key.rpartition(".")[2]
     if name in UNSUPPORTED_KEYS:
         return Problem(key, f"not supported: {UNSUPPORTED_KEYS[name]}", instead="")
-    guess = did_you_mean(name, owner.model_fields)
+    guess = did_you_mean(name, [*owner.model_fields, *keys_without_effect(owner)])
     message = f"unknown key; {guess or f'{owner.__name__} has no key like it'}"
     return Problem(key, message, instead=guess.split('"')[1] if guess else "")
 

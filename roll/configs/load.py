@@ -76,8 +76,8 @@ def compose(path: str | Path, overrides: Sequence[str] = ()) -> Composition:
     files: list[Path] = []
     inherited: set[str] = set()
     tree = _merged(path, (), files, inherited)
-    tree.pop("hydra", None)
     overridden = tuple(_apply_override(tree, override) for override in overrides)
+    tree.pop("hydra", None)  # ROLL's launch lines set keys of it, too
     if not OmegaConf.has_resolver("now"):  # a program that runs under hydra has it already
         now = lambda form: datetime.now().strftime(form)  # noqa: E731
         OmegaConf.register_new_resolver("now", now, use_cache=True)

@@ -153,10 +153,11 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str | NotBuilt]] = {
     "WorkerConfig": {
         **_each("use_remove_padding eval_steps tag_included", _UNUSED),
         **_each(
-            "use_sequence_packing sequence_packing_args logits_in_fp32 router_replay "
-            "mtp_training_mode",
+            "use_sequence_packing sequence_packing_args logits_in_fp32",
             _MEGATRON,
         ),
+        "router_replay": NotBuilt("replay of expert routing", {"mode": "disable"}),
+        "mtp_training_mode": NotBuilt("heads that predict several tokens", "disabled"),
         "offload_nccl": "communicators stay",
         "apply_loss_scale": "gradients are sums over global counts, so nothing is rescaled",
         "checkpoint_config": _CHECKPOINTS,

@@ -166,9 +166,6 @@ class PromptSampler:
         sampler, rows = self._samplers[pool], self._rows[pool]
         return [self.dataset[int(rows[sampler.next_batch()[0]])] for _ in range(num_prompts)]
 
-    def pool_of(self, prompt: Prompt) -> str:
-        return prompt.domain if prompt.domain in self._samplers else EVERYTHING
-
     @property
     def epoch(self) -> float:
         """Passes over the data so far, over the pool that is ahead of the others."""
@@ -220,7 +217,10 @@ class BatchStratifiedSampler:
             )
         total = sum(domain_ratios.values())
         self.domain_ratios = {domain: share / total for domain, share in domain_ratios.items()}
-        self.domain_batch_num = domain_sizes(batch_size, self.domain_ratios)
+        # As ROLL rounds; `domain_sizes`, which the pipelines use, forgives 0.29 * 100 < 29.
+        *others, last = self.domain_ratios
+        sizes = {domain: int(self.domain_ratios[domain] * batch_size) for domain in others}
+        self.domain_batch_num = {**sizes, last: batch_size - sum(sizes.values())}
         empty = [domain for domain, count in self.domain_batch_num.items() if count < 1]
         if empty:
             raise DataError(

@@ -150,7 +150,7 @@ def load_table(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
         )
     tables: list[Table] = []
     for entry in given:
-        if _needs_datasets(str(entry)):
+        if needs_datasets(str(entry)):
             table = _read_with_datasets(str(entry))
             assert table is not None
             tables.append(table)
@@ -169,7 +169,7 @@ def peek_table(
     """
     tables: list[Table] = []
     is_whole = True
-    if _needs_datasets(str(file)):
+    if needs_datasets(str(file)):
         # Without network the cache decides, so it is asked: a name that is not in it is an error.
         is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         table = _read_with_datasets(str(file), download=is_offline)
@@ -256,7 +256,7 @@ def _listing(folder: Path) -> str:
     return f"{place} holds: {', '.join(names[:_NUM_LISTED])}{more}."
 
 
-def _needs_datasets(entry: str) -> bool:
+def needs_datasets(entry: str) -> bool:
     """Whether a folder of `save_to_disk`, or `owner/name[:split]` on the Hub, is meant."""
     path = Path(entry).expanduser()
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -286,7 +286,10 @@ def _read_with_datasets(entry: str, *, download: bool = True) -> Table | None:
             found = datasets.load_dataset(name, split=split or None)
         else:
             return None
-    except (OSError, ValueError, KeyError) as error:
+    except (
+        *(OSError, ValueError, KeyError, RuntimeError),
+        datasets.exceptions.DatasetsError,
+    ) as error:
         what = "was not saved completely" if path.is_dir() else "is no file here nor on the Hub"
         raise DataError(
             f"{entry} cannot be read as a Hugging Face dataset; perhaps it {what}: {error}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -58,9 +58,9 @@ class ModelUpdateGroup:
         if self.is_local:
             target, source = tgt_cluster.workers[0].strategy, src_cluster.workers[0].strategy
             self.is_shared = target.share_model(source)
-        specs: list[TensorSpec] = src_cluster.execute_all_sync("call", weight_specs)[0]
+        specs: list[TensorSpec] = _on_all(src_cluster, weight_specs)[0]
         if not self.is_shared:
-            wanted = tgt_cluster.execute_all_sync("call", weight_specs)[0]
+            wanted = _on_all(tgt_cluster, weight_specs)[0]
             dtypes = {spec.name: spec.dtype for spec in wanted}
             specs = [
                 TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype))
@@ -90,13 +90,13 @@ class ModelUpdateGroup:
         received: list[Mapping[str, int]] = []
         if self.is_shared:  # one model, so there is nothing to compare
             names = self.plan.sampled_names
-            sent = self.src_cluster.workers[0].strategy.weight_checksums(names)
+            sent = self.src_cluster.execute_rank_zero_sync("call", weight_checksums, names)
         elif self.is_local:
-            source = self.src_cluster.workers[0].strategy
-            target = self.tgt_cluster.workers[0].strategy
-            sent, target.sync_plan = {}, self.plan
-            target.receive_weights(self.plan.buckets_of(source.named_weights(), sent))
-            received = [target.weight_checksums(self.plan.sampled_names)]
+            source = self.src_cluster.workers[0]
+            sent, held = self.tgt_cluster.execute_rank_zero_sync(
+                "call", copy_weights, source, self.plan
+            )
+            received = [held]
         else:
             targets = self.tgt_cluster.execute_all_async("call", send_or_receive)
             sources = self.src_cluster.execute_all_async("call", send_or_receive)
@@ -111,7 +111,7 @@ class ModelUpdateGroup:
                     "stale or damaged weights, so the run stops here."
                 )
         self.tgt_cluster.process_weights_after_loading()
-        self.tgt_cluster.execute_all_sync("call", set_policy_version, global_step)
+        _on_all(self.tgt_cluster, set_policy_version, global_step)
         return {
             f"time/{self.src_cluster.cluster_name}/model_update/total": time.monotonic() - started,
             # 32 bits of it: a float holds them exactly, so that runs can be compared by it.
@@ -119,7 +119,27 @@ class ModelUpdateGroup:
         }
 
 
+def _on_all(cluster: Cluster, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(worker, ...)` on every worker; timeouts and deaths name the function."""
+    refs = cluster.execute_all_async("call", function, *args)
+    return cluster.gather(refs, function.__name__)
+
+
 # -- what runs on the workers, through `ModelWorker.call` ------------------------------------------
+
+
+def weight_checksums(worker: Worker, names: Iterable[str]) -> dict[str, int]:
+    return worker.strategy.weight_checksums(names)
+
+
+def copy_weights(
+    worker: Worker, source: Worker, plan: SyncPlan
+) -> tuple[dict[str, int], dict[str, int]]:
+    """From another worker of this process; the checksums of the sample, as sent and as held."""
+    sent: dict[str, int] = {}
+    worker.strategy.sync_plan = plan
+    worker.strategy.receive_weights(plan.buckets_of(source.strategy.named_weights(), sent))
+    return sent, worker.strategy.weight_checksums(plan.sampled_names)
 
 
 def weight_specs(worker: Worker) -> list[TensorSpec]:

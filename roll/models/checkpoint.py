@@ -514,7 +514,9 @@ def _sync(path: Path) -> None:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        if not isinstance(value, dict) or "global_step" not in value:
+            raise ValueError("it has no global_step")
+    except (OSError, ValueError) as error:  # also bad JSON and bad UTF-8
         raise DataError(
             f"{file}: cannot be read ({error}); the checkpoint is damaged or was not written by "
             "roll, use an earlier one"

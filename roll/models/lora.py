@@ -217,7 +217,7 @@ def merged_state_dict(
             problem = f"it does not belong to the active adapter {adapter!r}"
         if problem:
             raise ConfigError(
-                f"cannot merge the adapter on {name}: {problem}. Save the adapter by itself."
+                f"cannot merge the adapter on {name}: {problem}. Leave it out of lora_target."
             )
         is_embedding = isinstance(base_layer, nn.Embedding)
         prefix = f"{_PEFT_PREFIX}{name}.lora_" + ("embedding_" if is_embedding else "")

@@ -426,8 +426,9 @@ def loss_in_parts(output: LinearLogits, parts: Sequence[slice], loss_of_rows: Lo
     before the next part. Gradients of weight and bias are summed in float32 (float64 for float64),
     which takes memory of its own if theirs is another.
 
-        loss = loss_in_parts(output, [slice(0, 4), slice(4, 8)], lambda part, rows: nll(part,
-        ids[rows])) loss.backward()
+        parts = [slice(0, 4), slice(4, 8)]
+        loss = loss_in_parts(output, parts, lambda part, rows: nll(part, ids[rows]))
+        loss.backward()
     """
     borders = [0, *(part.stop for part in parts)]
     if [part.start for part in parts] != borders[:-1] or borders[-1] != output.shape[0]:
@@ -488,6 +489,8 @@ class _LossInParts(torch.autograd.Function):
                 grad = grads.get(id(leaf))
                 if grad is not None and total is not None:
                     total.add_(grad)
+            grad = None
+            del found, grads  # they must not live while the next part is computed
         ctx.save_for_backward(hidden_grad, *sums)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return torch.stack(losses).sum()

@@ -83,13 +83,13 @@ class PolicyPipeline(BasePipeline):
         sample_logs       where samples are written: the run's folder, `rollout_dump_dir`
     """
 
-    timers: ClassVar[Mapping[str, str]]
+    timers: ClassVar[Mapping[str, str]] = {}
     """Names of the times of a step's parts: rollout, reference, old_log_probs, validate, log."""
-    loss_masks: ClassVar[Sequence[str]]
+    loss_masks: ClassVar[Sequence[str]] = ("response_mask",)
     """The masks that losses are taken over."""
-    not_trained_on: ClassVar[Sequence[str]]
+    not_trained_on: ClassVar[Sequence[str]] = ()
     """Columns that no loss reads; they stay behind."""
-    val_roles: ClassVar[str]
+    val_roles: ClassVar[str] = "actor_infer"
     """How the names of roles begin that validation needs besides `actor_infer`."""
 
     tokenizer: Any
@@ -302,7 +302,7 @@ class PolicyPipeline(BasePipeline):
 
     def give_up(self, rollout: Rollout) -> None:
         """End the run: `num_empty_steps` steps in a row brought nothing."""
-        raise NotImplementedError
+        raise DataError(f"not one sample of the last {self.num_empty_steps} steps could be used")
 
     # -- parts of the parts ------------------------------------------------------------------------
 
@@ -372,12 +372,14 @@ class PolicyPipeline(BasePipeline):
         discard_rollouts_after(self.run_dir, self.global_step - 1)
 
     def close(self, status: Status = "stopped") -> None:
-        if self.run_log is not None:  # not closed yet
-            if self.source is not None:
-                self.source.close()
-            if self.val_source is not None and self.val_source is not self.source:
-                self.val_source.close()
-        super().close(status)
+        try:
+            if self.run_log is not None:  # not closed yet
+                if self.source is not None:
+                    self.source.close()
+                if self.val_source is not None and self.val_source is not self.source:
+                    self.val_source.close()
+        finally:  # a reward worker that died must not keep the devices of the others
+            super().close(status)
 
     # -- `roll eval` -------------------------------------------------------------------------------
 
@@ -400,8 +402,10 @@ class PolicyPipeline(BasePipeline):
         if checkpoint is not None:
             model_args = model_args.model_copy(update={"model_name_or_path": str(checkpoint)})
         infer = pipeline_config.actor_infer.model_copy(update={"model_args": model_args})
-        # Without `eval_steps` a config may have no role for validation.
-        config = pipeline_config.model_copy(update={"actor_infer": infer, "eval_steps": 1})
+        # Without `eval_steps`, or in a replay of a dump, a config has no roles for validation.
+        config = pipeline_config.model_copy(
+            update={"actor_infer": infer, "eval_steps": 1, "rollout_mock": None}
+        )
         tokenizer = default_tokenizer_provider(model_args)
         data = cls.load_validation(config, tokenizer)
         seed_everything(config.seed)

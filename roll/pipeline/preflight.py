@@ -35,7 +35,7 @@ from roll.configs.pipeline_config import BaseConfig
 from roll.configs.strategy_info import strategy_info
 from roll.configs.worker_config import WorkerConfig
 from roll.datasets.file_tokenizer import FileTokenizer
-from roll.datasets.tables import JoinedTable, Table, peek_table
+from roll.datasets.tables import JoinedTable, Table, needs_datasets, peek_table
 from roll.distributed.scheduler.resource_manager import ResourceManager, missing_gpus
 from roll.exceptions import ConfigError, DataError, MissingDependencyError, install_hint
 from roll.models.checkpoint import read_global_step
@@ -520,7 +520,7 @@ def _look_at_data(config: Any, findings: Findings) -> None:
             if found is not None:
                 tables += [] if found[0] is None else [found[0]]
                 is_whole = is_whole and found[1]
-                if found[0] is None and not Path(file).expanduser().exists():
+                if found[0] is None and needs_datasets(str(file)):
                     where = "is no file here, so it is taken for a dataset of the Hugging Face Hub"
                     findings.notes.append(f"{file} {where}; its rows are read when training starts")
         if tokenizer is None or not tables or len(findings.errors) > num_errors:

@@ -9,6 +9,7 @@ from typing import Any
 from roll.configs.load import ConfigWarning
 from roll.exceptions import ConfigError, MissingDependencyError, install_hint
 from roll.rewards.pool import check_reward_fn
+from roll.roll_paths import MOVED
 from roll.utils.import_utils import import_class
 
 # Keys of a reward's config that some rewards read and others do not.
@@ -69,7 +70,8 @@ def check_reward(reward: Any) -> str | None:
         name = path.rpartition(".")[2]
         if reward.reward_fn:
             return None
-        if path.startswith("roll.") and name in PLAIN_REWARDS:
+        places = ("roll.rewards.workers", *MOVED)
+        if path.rpartition(".")[0] in places and name in PLAIN_REWARDS:
             package = PLAIN_REWARDS[name]
             if package and importlib.util.find_spec(package) is None:
                 package = package.replace("_", "-")

@@ -88,7 +88,10 @@ def score(
             name, *renamed = _BY_FUNCTION[function].split()
             arguments = dict(constraint)
             for argument, there in (pair.split("=") for pair in renamed):
-                arguments[argument] = there if there == "exactly" else constraint.get(there)
+                if there == "exactly":
+                    arguments[argument] = there
+                elif there in constraint:
+                    arguments[argument] = constraint[there]
             instructions.append((name, arguments))
     if not instructions:
         return None

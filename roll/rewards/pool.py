@@ -21,6 +21,7 @@ import math
 import os
 import pickle
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -51,6 +52,7 @@ from roll.rewards.processes import (
     reap,
 )
 
+_CLOSED = "the pool of score processes was closed"
 _START_S = 120.0  # for importing the function, and for a worker to come up
 _MAX_FAILED_STARTS = 3
 _LOOK_S = 0.05  # seconds between two looks at deadlines and at the number of processes
@@ -154,7 +156,11 @@ class ScorePool:
         """One Score for each row, in order. Threads take turns."""
         with self._lock:
             if self._is_closed:
-                raise RollError("the pool of score processes was closed")
+                raise RollError(_CLOSED)
+            # Between two calls nothing is said: what can be read then is the end of the nursery,
+            # which costs no row of this call.
+            if self._end_processes.alive and self._control.poll():
+                self._end_processes()
             scores: dict[int, Score] = {}
             try:
                 self._score(rows, list(range(len(rows))), scores)
@@ -201,6 +207,9 @@ class ScorePool:
             self.close()
             ended = f"{self.spec!r} cannot be imported: its process ended with {process.returncode}"
             raise ConfigError(answer.get("error", ended))
+        if self._is_closed:  # by another thread, which knew of the processes before these only
+            self._end_processes()
+            raise RollError(_CLOSED)
 
     def _score(
         self, rows: Sequence[Mapping[str, Any]], todo: list[int], scores: dict[int, Score]
@@ -216,9 +225,11 @@ class ScorePool:
                     raise RollError(f"{self.spec!r}: {answer['error']}")
                 index = answer.pop("index")
                 scores[index] = Score(**answer)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # OSError: another thread has closed the pool
             # A row killed the nursery. Which one, is found by halves: a row is blamed only alone.
             self._end_processes()
+            if self._is_closed:
+                raise RollError(_CLOSED) from None
             if len(todo) == 1:
                 scores[todo[0]] = dropped("killed: with the process that it runs in")
                 return
@@ -237,6 +248,9 @@ def check_reward_fn(function: str) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], control: Connection) -> None:
+    # Closing alone would leave a thread that waits for an answer waiting, and the nursery too.
+    with suppress(OSError), socket.socket(fileno=os.dup(control.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
     control.close()
     try:
         process.wait(5)

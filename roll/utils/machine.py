@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,8 +112,13 @@ def _limits(root: Path, controller: str, *names: str) -> Iterator[str]:
         # there; the top is.
         folder = mount / path.lstrip("/")
         for group in [folder, *folder.parents]:
-            if group.is_relative_to(mount) and all((group / file).is_file() for file in files):
-                yield " ".join((group / file).read_text().strip() for file in files)
+            if not group.is_relative_to(mount):
+                continue
+            texts: list[str] = []
+            with suppress(OSError):  # not there, or not for us to read
+                texts = [(group / file).read_text().strip() for file in files]
+            if texts:
+                yield " ".join(texts)
 
 
 def host_memory(root: Path = _ROOT) -> int:

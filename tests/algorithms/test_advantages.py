@@ -119,6 +119,12 @@ def test_an_estimator_of_one_s_own_is_named_by_its_path(tmp_path, monkeypatch):
         get_estimator("my_estimators.third")
     with pytest.raises(ValueError, match="it is a function, not an Estimator"):
         get_estimator("my_estimators.halved")
+    (tmp_path / "broken_estimators.py").write_text("half = \n")
+    with pytest.raises(ValueError, match="cannot be imported: invalid syntax"):
+        get_estimator("broken_estimators.half")
+    scopes = {("group", None): True, ("batch", "batch"): False, ("running", "group"): True}
+    for scope, compares in scopes.items():
+        assert Estimator(reward_norm=RewardNorm(*scope)).compares_group == compares
 
 
 def test_whitening_rewards_comes_before_the_recurrence():

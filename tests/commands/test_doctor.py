@@ -1,5 +1,6 @@
 """`roll doctor` on this machine, and on machines with something wrong, by package metadata."""
 
+import sys
 from importlib import metadata
 
 import pytest
@@ -34,6 +35,12 @@ def test_this_machine_is_fit_for_the_tests(tmp_path):
     wanted = {"Python", "torch", "transformers", "GPU", "memory", "disk"}
     assert wanted <= {item.what for item in findings}
     assert all(item.fix for item in findings if item.state != "ok")
+
+
+def test_without_the_package_that_reads_versions(monkeypatch, tmp_path):
+    for name in ("packaging", "packaging.requirements", "packaging.specifiers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert of(doctor.examine(tmp_path), "packages").fix == "pip install packaging"
 
 
 def test_wrong_and_missing_packages_with_the_commands_that_mend_them(pretend):

@@ -203,14 +203,14 @@ def test_a_key_that_a_strategy_does_not_have_is_refused(name):
         (
             "hf_train",
             {"compile": "maybe"},
-            r"compile: found .*, expected a valid boolean.*; the default is False",
+            r"compile: found .*, expected true or false.*; the default is False",
         ),
         ("hf_train", {"keep_logits_gib": -1}, "keep_logits_gib: found -1 .* or equal to 0"),
         ("hf_infer", {"max_batch_size": 0}, "max_batch_size: found 0 .* or equal to 1"),
         (
             "hf_train",
             {"share_prefixes": "maybe"},
-            "share_prefixes: found .* expected a valid boolean",
+            "share_prefixes: found .* expected true or false",
         ),
         (
             "fsdp2_train",

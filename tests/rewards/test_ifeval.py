@@ -106,6 +106,7 @@ def test_several_instructions():
         ("verify_keyword_frequency", {"word": "a", "N": 2}, "a b a", "a a a"),
         ("validate_paragraphs", {"N": 2, "first_word": "b", "i": 2}, "a\n\nb", "a\n\nc"),
         ("validate_sections", {"N": 1, "section_splitter": "Part"}, "Part one", "One"),
+        ("validate_sections", {"N": 1, "section_spliter": "Part"}, "Part one", "One"),
         ("validate_choice", {"options": ["left", "right"]}, "left", "up"),
         ("validate_lowercase", {"N": None, "keyword_list": None}, "a", "A"),
     ],

@@ -249,6 +249,35 @@ def test_close_ends_everything_and_so_does_forgetting_a_pool():
     assert eventually(lambda: {child.pid for child in children()} <= before)
 
 
+def test_a_pool_that_is_closed_while_it_scores_ends_at_once():
+    before = {child.pid for child in children()}
+    pool = make_pool()
+    raised = []
+
+    def score() -> None:
+        with pytest.raises(RollError) as error:
+            pool.score([{**GOOD, "prompt": "loop"}] * 2)
+        raised.append(str(error.value))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    assert eventually(pool._lock.locked)
+    pool.close()
+    thread.join()
+    assert raised == ["the pool of score processes was closed"]
+    assert eventually(lambda: {child.pid for child in children()} <= before)
+
+
+def test_a_nursery_that_dies_between_two_calls_costs_no_row():
+    before = {child.pid for child in children()}
+    with make_pool() as pool:
+        new = [child for child in children() if child.pid not in before]
+        (nursery,) = [child for child in new if pool.spec in child.cmdline()]
+        nursery.kill()
+        assert eventually(lambda: not nursery.is_running() or nursery.status() == "zombie")
+        assert values(pool.score([GOOD])) == [1.0]
+
+
 OWNER = """
 from roll.rewards.pool import ScorePool
 pool = ScorePool({spec!r}, num_processes=2, timeout_s=60)

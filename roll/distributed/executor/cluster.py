@@ -165,7 +165,9 @@ class Cluster:
             # A call of initialize that nobody has waited for yet may still be changing it.
             self._backend.gather(self._initialize_refs, "initialize", self.rpc_timeout)
             self._initialize_refs = []
-            self._rank_info = self._call("get_rank_info", dispatch_one_to_all, collect_all_to_all)
+            self._rank_info = self._call(
+                "get_rank_info", dispatch_one_to_all, collect_all_to_all, True
+            )
         return self._rank_info
 
     def get_rank_info(self, rank: int) -> RankInfo:
@@ -210,8 +212,8 @@ class Cluster:
             raise AttributeError(_unknown_method(worker_cls, name))
         functions = get_predefined_dispatch_fn(spec.dispatch_mode)
         if spec.execute_mode is Execute.RANK_ZERO:
-            return partial(self._call, name, None, None)
-        return partial(self._call, name, functions["dispatch_fn"], functions["collect_fn"])
+            return partial(self._call, name, None, None, None)
+        return partial(self._call, name, functions["dispatch_fn"], functions["collect_fn"], None)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method on every worker and wait.
@@ -235,15 +237,15 @@ class Cluster:
         scatter = all(isinstance(value, list) and len(value) == self.world_size for value in values)
         dispatch_fn = dispatch_all_to_all if scatter else dispatch_one_to_all
         collect_fn = collect_all_to_all
-        return self._call(method_name, dispatch_fn, collect_fn, *args, blocking=False, **kwargs)
+        return self._call(method_name, dispatch_fn, collect_fn, False, *args, **kwargs)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Start a method on worker 0 with the arguments as they are; the reference."""
-        return self._call(method_name, None, None, *args, blocking=False, **kwargs)
+        return self._call(method_name, None, None, False, *args, **kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method on worker 0 with the arguments as they are, and wait for its outcome."""
-        return self._call(method_name, None, None, *args, **kwargs)
+        return self._call(method_name, None, None, True, *args, **kwargs)
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
@@ -253,16 +255,19 @@ class Cluster:
         method: str,
         dispatch_fn: DispatchFn | None,
         collect_fn: CollectFn | None,
+        waits: bool | None,
         /,
         *args: Any,
-        blocking: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Split the arguments, start the method on the workers, wait, join the outputs.
 
-        Without a `dispatch_fn` worker 0 alone gets the arguments as they are. All in one function,
-        so that the stack of a worker's method in this process is short.
+        Without a `dispatch_fn` worker 0 alone gets the arguments as they are. With `waits=None` the
+        keyword `blocking` says whether to wait; otherwise a keyword of that name is the worker's.
+        All in one function, so that the stack of a worker's method in this process is short.
         """
+        if waits is None:
+            waits = kwargs.pop("blocking", True)
         if self._closed:
             raise WorkerError(
                 f"{self.cluster_name} was shut down; {method}() cannot be called any more"
@@ -305,7 +310,7 @@ class Cluster:
                 refs.append(backend.started(worker, method, outcome))
         if method == "initialize":
             self._initialize_refs = refs
-        output = self.gather(refs, method) if blocking else refs
+        output = self.gather(refs, method) if waits else refs
         if collect_fn is None:
             return output[0]
         try:

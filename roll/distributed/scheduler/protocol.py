@@ -592,7 +592,10 @@ class DataProto:
         for one, two in ((self, other), (other, self)):
             for key in one._tensors():
                 if key in two.non_tensor_batch:
-                    raise ValueError(f"column {key!r} is a tensor in one batch only")
+                    raise ValueError(
+                        f"column {key!r} is a tensor in one batch and a non-tensor column in the "
+                        "other"
+                    )
         tensors = _new_items(self._tensors(), other._tensors(), "tensor column")
         arrays = _new_items(self.non_tensor_batch, other.non_tensor_batch, "non-tensor column")
         meta_info = _new_items(self.meta_info, other.meta_info, "meta_info")

@@ -92,6 +92,10 @@ class AgenticPipeline(PolicyPipeline):
     def load_validation(cls, config: AgenticConfig, tokenizer: Any) -> None:
         if "val_env" not in config.active_roles():
             raise ConfigError("val_env_manager: missing; it says which episodes to evaluate on")
+        # A config with eval_steps: 0 was loaded without a look at its validation.
+        problems = config._problems()
+        if problems:
+            raise ConfigError("\n".join(map(str, problems)))
 
     @classmethod
     def make_val_source(

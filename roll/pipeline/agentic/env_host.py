@@ -218,11 +218,11 @@ class EnvHost:
         self._pipe: Any = None
         self._starting = False
         self._heard = 0.0  # when the process last gave a sign of life, or was given work while idle
-        self._waiting: deque[EnvCall] = (
-            deque()
-        )  # what the process is at, in the order of its replies
+        # What the process is at, in the order of its replies.
+        self._waiting: deque[EnvCall] = deque()
         # What it gets next. It is sent when the process has nothing left to say, so that neither
-        # side ever waits for the other to read.
+        # side ever waits for the other to read. The price: the process is idle from the end of a
+        # slow step until the next `collect`.
         self._backlog: list[EnvCall] = []
 
     def __enter__(self) -> Self:
@@ -247,7 +247,8 @@ class EnvHost:
             limit = self.timeout_s + max(self.timeout_s / 2, _GRACE_S)
             if self._starting:
                 limit = _START_S
-            if now - self._heard > limit:
+            # What lies in the pipe is a sign of life, too: the caller may have been away for long.
+            if now - self._heard > limit and not self._pipe.poll():
                 return replies + self._replace(f"no sign of life for {limit:.1f} s")
             if now >= deadline:
                 break

@@ -28,7 +28,7 @@ from roll.algorithms.preference_loss import (
     sequence_log_probs,
 )
 from roll.configs.base import plain_values
-from roll.configs.model_files import weight_files
+from roll.configs.model_files import model_of_run, weight_files
 from roll.configs.worker_config import WorkerConfig
 from roll.datasets.collator import DataCollatorWithPaddingForDPO
 from roll.datasets.preference import PreferenceDataset
@@ -177,6 +177,7 @@ def log_probs_fingerprint(
     assert args.model_name_or_path is not None  # missing_for_training
     folder = Path(args.model_name_or_path).expanduser()
     if folder.is_dir():
+        folder = model_of_run(folder)
         # All of the weights are read: sizes and dates would not notice another training of the
         # same model.
         parts["files"] = {}

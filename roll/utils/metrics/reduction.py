@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 Scalar = torch.Tensor | float  # a tensor has no dimensions
-NUM_VALID = "num_valid"  # how many entries the extremes and means of a report are about
+NUM_VALID = "_roll/num_valid"  # how many entries the extremes and means of a report are about
 REDUCERS: dict[str, Callable[[np.ndarray], Any]] = {
     "mean": np.mean,
     "max": np.max,

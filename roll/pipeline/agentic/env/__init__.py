@@ -154,7 +154,9 @@ def find_groups(pattern: str, text: str, *, last: bool = False) -> list[str] | N
     if not matches:
         return None
     match = matches[-1 if last else 0]
-    return [group or "" for group in match.groups() or (match[0],)]
+    # Of alternatives with a group each, all but one took no part in the match.
+    groups = [group for group in match.groups() if group is not None]
+    return groups or [match[0]]
 
 
 def answer_with(pattern: str, action: str) -> str:
@@ -202,7 +204,7 @@ class GridGame(Env):
         self.actions = tuple(self.actions)
         self.ACTION_LOOKUP = dict(enumerate(self.actions, start=self.first_action))
         own, last = self.grid_lookup or {}, len(self.standard_symbols) - 1
-        unknown = [number for number in own if not 0 <= number <= last]
+        unknown = [number for number in own if number not in range(last + 1)]
         if unknown:
             found = f"found {unknown}, expected numbers from 0 to {last}"
             raise ConfigError(f"{self.name}: grid_lookup: {found}")

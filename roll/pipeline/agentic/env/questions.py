@@ -74,7 +74,11 @@ class Problems:
         text = str(first)
         for name, number in zip(names, rest, strict=True):
             text += f"{name}{number}"
-        return Problem(text, calculate(text))
+        try:
+            return Problem(text, calculate(text))
+        except ValueError as error:
+            found = f"digits and num_operands: found {self.digits} and {self.num_operands}"
+            raise ConfigError(f"{found}, expected smaller sums: {error}") from None
 
 
 @functools.lru_cache(maxsize=8)  # the environments of one process share it
