@@ -39,12 +39,12 @@ def test_a_moved_module_is_one_module(old: str) -> None:
 
 def test_the_old_path_first_in_a_fresh_interpreter() -> None:
     program = (
-        "import roll.pipeline.agentic.agentic_actor_pg_worker as old\n"
-        "import roll.pipeline.base_worker as new\n"
-        "print(old is new, new.ActorWorker.__module__)"
+        "import roll.configs.data_args as old\n"
+        "import roll.configs.arguments as new\n"
+        "print(old is new, new.DataArguments.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "roll.pipeline.base_worker"]
+    assert done.stdout.split() == ["True", "roll.configs.arguments"]
 
 
 def test_classes_of_a_moved_module_can_be_pickled() -> None:
