@@ -100,6 +100,7 @@ def test_the_table_of_files(checkout):
     )
 
 
+@pytest.mark.slow
 def test_the_list_of_imports(checkout):
     assert run(checkout, "--imports", "--markdown") == (
         "3 imports; 1 do not exist in this ROLL either; of the other 2, 1 work here and 1 do not:\n\n"

@@ -196,7 +196,8 @@ def interrupted(tmp_path, *, name="SIGINT", twice=False) -> subprocess.Completed
     )
 
 
-@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_the_first_signal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, name):
     result = interrupted(tmp_path, name=name)
     folder = tmp_path / "exp"

@@ -348,6 +348,7 @@ def test_a_short_outage_is_waited_out_and_a_refusal_is_not(judge):
         judge_score(**ROW, url="http://127.0.0.1:9/v1", timeout_s=2)
 
 
+@pytest.mark.slow
 def test_an_outage_drops_samples_and_is_never_a_zero(judge):
     judge.failures = 100
     options = {"url": judge.url, "timeout_s": 3}

@@ -68,6 +68,7 @@ def test_a_reset_that_fails(name, reason):
         assert ask(envs, EnvCall(0, seed=1))[0].reason == reason
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_interrupted_is_killed():
     with host("GoodEnv", "StubbornEnv", "GoodEnv") as envs:
         ask(envs, *(EnvCall(i, seed=1) for i in range(3)))

@@ -152,6 +152,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_bad_environments_are_counted_and_never_block_the_others():
     envs = {tag: name for tag, (name, _) in BAD.items()} | {**GOOD, "Once": "EndsAtOnceEnv"}
     manager = {"num_env_groups": 9, "group_size": 2, "env_timeout": 0.5, "env_retries": 0}
