@@ -10,7 +10,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,12 +114,17 @@ def get_estimator(name: str) -> Estimator:
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     problem = f"unknown adv_estimator {name!r}; known: {', '.join(ESTIMATORS)}"
-    if "." not in name:
-        raise ValueError(problem)
-    try:
-        found = pkgutil.resolve_name(name)
-    except Exception as error:
-        raise ValueError(f"{problem}, and it cannot be imported: {error}") from error
+    found = by_path(name, problem)
     if not isinstance(found, Estimator):
         raise ValueError(f"{problem}, and it is a {type(found).__name__}, not an Estimator")
     return found
+
+
+def by_path(name: str, problem: str) -> Any:
+    """What stands at a dotted path; a ValueError that begins with `problem` if nothing does."""
+    if "." not in name:
+        raise ValueError(problem)
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:  # a module of the user's may raise anything while it is imported
+        raise ValueError(f"{problem}, and it cannot be imported: {error}") from error

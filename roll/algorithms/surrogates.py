@@ -7,9 +7,10 @@ of your own (docs/custom-loss.md). Configs read the table too, so this module im
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from roll.algorithms.estimators import by_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -243,12 +244,7 @@ def get_policy_loss(name: str | None) -> Any:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     problem = f"unknown pg_variant {name!r}; known: {', '.join(POLICY_LOSSES)}"
-    if "." not in name:
-        raise ValueError(problem)
-    try:
-        found = pkgutil.resolve_name(name)
-    except Exception as error:
-        raise ValueError(f"{problem}, and it cannot be imported: {error}") from error
+    found = by_path(name, problem)
     if not callable(found):
         raise ValueError(f"{problem}, and it is a {type(found).__name__}, not a surrogate")
     return found

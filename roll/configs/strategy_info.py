@@ -210,7 +210,7 @@ def strategy_class(name: str) -> Any:
     module_name, _, class_name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:
+    except Exception as error:  # a module of the user's may raise anything while it is imported
         if name in STRATEGIES:
             raise
         raise ConfigError(f"the strategy {name} cannot be imported: {error}") from error
