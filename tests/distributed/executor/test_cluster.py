@@ -90,6 +90,7 @@ def test_an_unregistered_method_is_broadcast_or_scattered(cluster_of: MakeCluste
 
 def test_calls_that_are_not_waited_for_return_references(cluster_of: MakeCluster) -> None:
     cluster = cluster_of(EchoWorker, 2)
+    assert cluster.execute_rank_zero_sync("plain", blocking=False) == (0, (), {"blocking": False})
     refs = cluster.execute_all_async("plain", 7)
     assert cluster.gather(refs, "plain") == [(0, (7,), {}), (1, (7,), {})]
     assert cluster.gather(refs[::-1], "plain")[0][0] == 1

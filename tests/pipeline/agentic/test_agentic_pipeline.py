@@ -9,6 +9,7 @@ import torch
 from agentic_setup import STEP, tiny_pipeline_config
 from safetensors.torch import load_file
 
+from roll.configs.ppo_config import RolloutMockConfig
 from roll.distributed.scheduler.protocol import DataProto
 from roll.exceptions import ConfigError, DataError
 from roll.pipeline.agentic.agentic_config import AgenticConfig
@@ -187,6 +188,14 @@ def test_validation_is_on_fixed_seeds_and_greedy_if_asked(tmp_path):
     found = AgenticPipeline.evaluate(config, pipeline.run_dir, samples_to=tmp_path / "eval")
     assert found == {key: value for key, value in lines[1].items() if key in found}
     assert (tmp_path / "eval" / "rollouts" / "val-000000.jsonl").stat().st_size > 0
+    replay = config.model_copy(update={"rollout_mock": RolloutMockConfig(enable=True, mode="mock")})
+    assert AgenticPipeline.evaluate(replay, pipeline.run_dir) == found
+    unknown = config.val_env_manager.model_copy(update={"tags": ["Gone"]})
+    with pytest.raises(
+        ConfigError, match=r"val_env_manager.tags: found .*Gone.*, expected names of"
+    ):
+        wrong = config.model_copy(update={"val_env_manager": unknown})
+        AgenticPipeline.evaluate(wrong, pipeline.run_dir)
     prompts = []
     for step in (0, 1):
         text = (pipeline.run_dir / "rollouts" / f"val-{step:06d}.jsonl").read_text()

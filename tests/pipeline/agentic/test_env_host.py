@@ -32,6 +32,15 @@ def test_an_episode():
         assert ask(envs, EnvCall(0, seed=8))[0].observation == "start 8"
 
 
+def test_a_reply_that_waited_for_its_reader_is_a_sign_of_life():
+    with host("GoodEnv") as envs:
+        ask(envs, EnvCall(0, seed=1))
+        envs.submit([EnvCall(0, action="a")])
+        assert envs._pipe.poll(60)
+        envs._heard -= 1e6  # as if the policy had answered for long
+        assert [reply.reason for reply in envs.collect(60.0)] == [None]
+
+
 @pytest.mark.parametrize(
     ("name", "reason", "says"),
     [

@@ -46,6 +46,7 @@ def test_actions_in_text():
     assert parse_action("<answer>jump</answer>", ANSWER, ["Left"]) == (None, "jump", "")
     assert parse_action("nothing", ANSWER, ["Left"]) == (None, "nothing", "")
     assert parse_action("go left", "left|right", ["Left"]).name == "Left"
+    assert parse_action("<a>left</a>", r"<a>(.*?)</a>|\[(.*?)\]", ["Left"]).name == "Left"
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,7 @@ def test_malformed_and_wrong_guesses():
         ("frozen_lake", {"size": 1}, "size: found 1, expected at least 2"),
         ("frozen_lake", {"actions": "LR"}, "expected names for left, down, right, up"),
         ("frozen_lake", {"grid_lookup": {6: "x"}}, r"found \[6\], expected numbers from 0 to 5"),
+        ("frozen_lake", {"grid_lookup": {"0": "x"}}, r"found \['0'\], expected numbers from 0"),
         ("sokoban", {"dim_room": (3, 6)}, "dim_room: found"),
         ("sokoban", {"dim_room": (4, 4)}, "dim_room: found"),
         ("sokoban", {"num_boxes": 0}, "num_boxes: found 0, expected 1 to 4"),

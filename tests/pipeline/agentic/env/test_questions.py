@@ -45,6 +45,10 @@ def test_problems_from_a_file(tmp_path):
         ({"operators": []}, r"operators: found \[\]"),
         ({"digits": 0}, "found digits 0 and num_operands 2, expected at least 1 and 2"),
         ({"num_operands": 1}, "found digits 3 and num_operands 1"),
+        (
+            {"digits": 90, "num_operands": 30},
+            "found 90 and 30, expected smaller sums: expression too",
+        ),
         ({"tool": "bash"}, 'tool: found "bash", expected "calculator" or "python"'),
     ],
 )
